@@ -1,0 +1,1 @@
+"""Autoregressive engines. This room knows nothing of the runtime."""

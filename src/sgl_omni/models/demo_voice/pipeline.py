@@ -1,0 +1,52 @@
+"""The demo voice as a pipeline: preprocessing -> tts_engine -> vocoder. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from sgl_omni.config.schema import PipelineConfig
+from sgl_omni.config.tasks import SpeechTask
+from sgl_omni.models.demo_voice.spec import MODEL_ID, VoiceSpec, resolve_folder
+
+_STAGES = "sgl_omni.models.demo_voice.stages"
+
+
+class DemoVoicePipelineConfig(PipelineConfig):
+    """A small English text-to-speech model that ships with the package and runs on a laptop."""
+
+    model_ids: ClassVar[tuple[str, ...]] = (MODEL_ID,)
+    architectures: ClassVar[tuple[str, ...]] = ("DemoVoiceForConditionalGeneration",)
+    engine_stages: ClassVar[tuple[str, ...]] = ("tts_engine",)
+    process_local_edges: ClassVar[tuple[tuple[str, str], ...]] = ()
+    default_stages: ClassVar[dict[str, dict[str, Any]]] = {
+        "preprocessing": {
+            "factory_path": f"{_STAGES}.create_preprocessing",
+            "process": "preprocessing",
+            "next": "tts_engine",
+        },
+        "tts_engine": {
+            "factory_path": f"{_STAGES}.create_engine",
+            "process": "tts_engine",
+            "gpu": 0,
+            "gpu_memory_fraction": 0.30,
+            "next": "vocoder",
+            "stream_to": ["vocoder"],
+        },
+        "vocoder": {
+            "factory_path": f"{_STAGES}.create_vocoder",
+            "process": "vocoder",
+            "gpu": 0,
+            "gpu_memory_fraction": 0.15,
+            "terminal": True,
+        },
+    }
+
+    @classmethod
+    def resolve_model_path(cls, model_path: str) -> str:
+        """The packaged weights for ``demo-voice``; a folder for itself. Raises ``InvalidRequest`` otherwise."""
+        return str(resolve_folder(model_path))
+
+    @classmethod
+    def speech_task(cls, model_path: str) -> SpeechTask | None:
+        spec = VoiceSpec.load(resolve_folder(model_path))
+        return SpeechTask(voices=spec.voices, default_voice=spec.default_voice, sample_rate=spec.sample_rate)

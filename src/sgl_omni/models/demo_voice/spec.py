@@ -1,0 +1,127 @@
+"""The facts of a checkpoint folder, read from its JSON files. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_omni.errors import InvalidRequest
+
+MODEL_ID = "demo-voice"
+PACKAGED_WEIGHTS = Path(__file__).with_name("weights")
+
+
+def resolve_folder(model_path: str) -> Path:
+    """Folder of the model id ``demo-voice`` or of a path. Raises ``InvalidRequest`` for anything else."""
+    folder = PACKAGED_WEIGHTS if model_path == MODEL_ID else Path(model_path)
+    if not (folder / "config.json").is_file():
+        raise InvalidRequest(
+            f"model_path {model_path!r} is neither {MODEL_ID!r} nor a folder with a config.json", param="model_path"
+        )
+    return folder
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VoiceSpec:
+    """Shapes, ids and limits of the decoder (``config.json`` and ``generation_config.json``)."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_positions: int
+    num_codebooks: int
+    codebook_size: int
+    column_vocab_size: int
+    head_vocab_size: int
+    eos_id: int
+    pad_id: int
+    text_offset: int
+    sep_id: int
+    voice_offset: int
+    max_text_length: int
+    max_frames: int
+    top_k: int
+    voices: tuple[str, ...]
+    default_voice: str
+    sample_rate: int
+
+    @classmethod
+    def load(cls, folder: Path) -> VoiceSpec:
+        config, generation = _read(folder / "config.json"), _read(folder / "generation_config.json")
+        return cls(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            rms_norm_eps=config["rms_norm_eps"],
+            rope_theta=config["rope_theta"],
+            max_positions=config["max_position_embeddings"],
+            num_codebooks=config["num_codebooks"],
+            codebook_size=config["codebook_size"],
+            column_vocab_size=config["column_vocab_size"],
+            head_vocab_size=config["head_vocab_size"],
+            eos_id=config["audio_eos_token_id"],
+            pad_id=config["audio_pad_token_id"],
+            text_offset=config["text_token_offset"],
+            sep_id=config["sep_token_id"],
+            voice_offset=config["voice_token_offset"],
+            max_text_length=config["max_text_length"],
+            max_frames=generation["max_audio_frames"],
+            top_k=generation["top_k"],
+            voices=tuple(config["voices"]),
+            default_voice=config["default_voice"],
+            sample_rate=config["sampling_rate"],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecSpec:
+    """Shapes of the codec decoder (``codec/config.json``)."""
+
+    sample_rate: int
+    samples_per_frame: int
+    num_codebooks: int
+    codebook_size: int
+    latent_dim: int
+    dim: int
+    intermediate_size: int
+    code_blocks: int
+    blocks: int
+    upsample: int
+    n_fft: int
+    hop_length: int
+    left_context: int
+    right_context: int
+
+    @classmethod
+    def load(cls, folder: Path) -> CodecSpec:
+        config = _read(folder / "codec" / "config.json")
+        return cls(
+            sample_rate=config["sampling_rate"],
+            samples_per_frame=config["samples_per_frame"],
+            num_codebooks=config["num_codebooks"],
+            codebook_size=config["codebook_size"],
+            latent_dim=config["latent_dim"],
+            dim=config["dim"],
+            intermediate_size=config["intermediate_size"],
+            code_blocks=config["code_blocks"],
+            blocks=config["blocks"],
+            upsample=config["upsample"],
+            n_fft=config["n_fft"],
+            hop_length=config["hop_length"],
+            left_context=config["left_context_frames"],
+            right_context=config["right_context_frames"],
+        )

@@ -1,0 +1,1 @@
+"""Executes a Plan: messages, channels, workers, the coordinator and the supervisor."""

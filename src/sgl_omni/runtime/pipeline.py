@@ -1,0 +1,149 @@
+"""A running pipeline: the coordinator and the supervisor behind the few calls that a server needs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from sgl_omni.runtime.coordinator import DEFAULT_MAX_IN_FLIGHT, DEFAULT_TIMEOUT, Coordinator, RequestHandle
+from sgl_omni.runtime.rundir import RunDir
+from sgl_omni.runtime.stage import Payload
+from sgl_omni.runtime.supervisor import Supervisor
+from sgl_omni.topology.plan import Plan
+
+log = logging.getLogger("sgl_omni.pipeline")
+
+DEFAULT_STARTUP_TIMEOUT = 600.0
+DEFAULT_DRAIN_TIMEOUT = 30.0
+
+
+class Pipeline:
+    """Executes one plan. Use it as ``async with Pipeline(plan) as pipeline`` or call `start` and `stop`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+        request_timeout: float | None = DEFAULT_TIMEOUT,
+        startup_timeout: float = DEFAULT_STARTUP_TIMEOUT,
+    ) -> None:
+        self.plan = plan
+        self.coordinator = Coordinator(plan, max_in_flight=max_in_flight, timeout=request_timeout)
+        self._startup_timeout = startup_timeout
+        self._run_dir = RunDir()
+        self.supervisor = Supervisor(plan, self.coordinator, self._run_dir)
+        self._status = "starting"
+
+    async def __aenter__(self) -> Pipeline:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop(drain_timeout=0)
+
+    async def start(self) -> None:
+        """Returns when requests may be sent.
+
+        Raises:
+            StartupError: see `Supervisor.start`; everything started has been ended again.
+        """
+        try:
+            await self.supervisor.start(self._startup_timeout)
+        except BaseException:
+            self.supervisor.kill()
+            await self.stop(drain_timeout=0)
+            raise
+        self._status = "ready"
+        self.coordinator.admit(None)
+
+    async def failed(self) -> str:
+        """Returns, with the reason, when the pipeline can no longer serve."""
+        reason = await asyncio.shield(self.supervisor.failure)
+        self._status = "failed"
+        self.coordinator.admit(f"the pipeline is stopping: {reason.splitlines()[0]}")
+        self.coordinator.abort_all(f"the pipeline is stopping: {reason.splitlines()[0]}")
+        return reason
+
+    def begin_drain(self) -> None:
+        """Refuses new requests; those in flight go on."""
+        if self._status != "failed":
+            self._status = "draining"
+        self.coordinator.admit("the server is shutting down")
+
+    async def stop(self, drain_timeout: float = DEFAULT_DRAIN_TIMEOUT) -> None:
+        """Drains for `drain_timeout` seconds at most, aborts what is left, then ends every process."""
+        self.begin_drain()
+        try:
+            await asyncio.wait_for(self.coordinator.drained(), drain_timeout)
+        except TimeoutError:
+            log.info("%d requests were still in flight and are aborted", self.coordinator.pending)
+            self.coordinator.abort_all("the server is shutting down")
+        await self.supervisor.stop()
+        self._run_dir.close()
+
+    def kill(self) -> None:
+        """Ends every process now; `stop` still has to be awaited."""
+        self.coordinator.abort_all("the server was told to stop at once")
+        self.supervisor.kill()
+
+    # What the HTTP server asks ------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        payload: Payload,
+        *,
+        outputs: Collection[str] | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+    ) -> RequestHandle:
+        """See `Coordinator.submit`."""
+        return self.coordinator.submit(payload, outputs=outputs, request_id=request_id, timeout=timeout)
+
+    @property
+    def status(self) -> str:
+        """`starting`, `ready`, `degraded` (an instance is down), `draining` or `failed`."""
+        if self._status != "ready":
+            return self._status
+        return "ready" if all(i.state == "ready" for i in self.supervisor.instances.values()) else "degraded"
+
+    def health(self) -> dict[str, Any]:
+        """The state of every instance."""
+        return {
+            "status": self.status,
+            "model": self.plan.name,
+            "in_flight": self.coordinator.pending,
+            "instances": [
+                {
+                    "name": i.name,
+                    "process": i.plan.process,
+                    "replica": i.plan.replica,
+                    "stages": list(i.plan.stages),
+                    "device": i.plan.device,
+                    "state": i.state,
+                    "pid": i.pid,
+                    "in_flight": self.coordinator.in_flight[i.name],
+                    "restarts": i.restarts,
+                }
+                for i in self.supervisor.instances.values()
+            ],
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges for /metrics."""
+        return {
+            "requests_total": {k: self.coordinator.outcomes[k] for k in ("ok", "error", "aborted", "rejected")},
+            "in_flight": self.coordinator.pending,
+            "late_messages": self.coordinator.late_messages,
+            "instances": {
+                i.name: {
+                    **i.gauges,
+                    "in_flight": self.coordinator.in_flight[i.name],
+                    "up": float(i.state == "ready"),
+                    "restarts": i.restarts,
+                }
+                for i in self.supervisor.instances.values()
+            },
+        }

@@ -1,0 +1,109 @@
+"""What the author of a stage writes against: four kinds of stage and the request they see.
+
+A factory (``stages.<s>.factory_path``) returns one of these. It is called once, in the stage's own
+process, with the keyword arguments of ``stages.<s>.factory`` plus those of the following that its
+signature declares: ``model_path``, ``gpu_id`` (int or None), ``device`` ("cpu" or "cuda:N"),
+``engine`` (the stage's engine settings as a dict).
+
+A payload is a ``dict`` with string keys whose values are None, bool, int, float, str, bytes, numpy
+arrays, torch tensors, or lists and dicts of these. Between processes, bytes of more than 64 KiB arrive
+as a writable ``memoryview``, arrays and tensors as views of a buffer that is the receiver's alone until
+it drops them. Within one process the object itself is handed over, uncopied.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+from sgl_omni.engine.interface import Engine
+
+Payload = dict[str, Any]
+State = TypeVar("State")
+
+
+@runtime_checkable
+class Request(Protocol):
+    """One request as a stage sees it."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def aborted(self) -> bool:
+        """True once the request was aborted; long synchronous work may look at it and stop early."""
+        ...
+
+    async def emit(self, chunk: Payload) -> None:
+        """Streams one chunk to the stage's ``stream_to`` targets, or to the client from a terminal stage.
+
+        Waits while a receiver is more than a window of chunks behind.
+        """
+        ...
+
+
+StageFunction = Callable[[Payload, Request], Payload | Awaitable[Payload]]
+BatchFunction = Callable[[list[Payload]], Sequence[Payload | Exception] | Awaitable[Sequence[Payload | Exception]]]
+
+
+@dataclass(frozen=True)
+class FunctionStage:
+    """One call a request: ``fn(payload, request) -> payload``.
+
+    A coroutine function runs on the process's event loop; a plain function runs in a thread.
+    ``concurrency`` bounds the calls in progress.
+    """
+
+    fn: StageFunction
+    concurrency: int = 1
+
+
+@dataclass(frozen=True)
+class BatchStage:
+    """Collects up to ``max_size`` payloads, waiting ``max_wait_ms`` at most after the first, and calls once.
+
+    ``fn`` returns one payload, or one exception, per input and in its order.
+    """
+
+    fn: BatchFunction
+    max_size: int = 8
+    max_wait_ms: float = 2.0
+
+
+class StreamStage(ABC, Generic[State]):
+    """Fed by stream chunks; keeps state per request. Its methods run in ``concurrency`` threads,
+    those of one request in order and never two at a time."""
+
+    concurrency: int = 1
+
+    @abstractmethod
+    def open(self, request: Request) -> State:
+        """Called before the request's first chunk."""
+
+    @abstractmethod
+    def feed(self, state: State, chunk: Payload) -> Iterable[Payload]:
+        """Takes one chunk; yields chunks to stream on (each is sent as soon as it is yielded)."""
+
+    @abstractmethod
+    def flush(self, state: State) -> Iterable[Payload]:
+        """Called when every incoming stream has ended; yields what is left."""
+
+    @abstractmethod
+    def result(self, state: State, payload: Payload) -> Payload:
+        """Called last with the payload of the ``next`` edge ({} where none leads here); returns this
+        stage's own payload."""
+
+    def close(self, state: State) -> None:
+        """Frees the state, also after an abort or an error."""
+
+
+@dataclass(frozen=True)
+class EngineStage:
+    """An autoregressive engine, driven by a thread of its own."""
+
+    engine: Engine
+
+
+Stage = FunctionStage | BatchStage | StreamStage[Any] | EngineStage

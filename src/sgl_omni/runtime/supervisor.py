@@ -1,0 +1,293 @@
+"""Turns a Plan into running processes and keeps the promise that none outlives the server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sgl_omni.errors import StartupError
+from sgl_omni.runtime.channel import Channel
+from sgl_omni.runtime.coordinator import Coordinator
+from sgl_omni.runtime.logs import LogTap
+from sgl_omni.runtime.messages import Message, Ready, Spawn, StartFailed, Stats, Stop
+from sgl_omni.runtime.rundir import RunDir
+from sgl_omni.topology.plan import InstancePlan, Plan
+
+log = logging.getLogger("sgl_omni.supervisor")
+
+State = Literal["waiting", "starting", "ready", "restarting", "stopping", "exited"]
+
+STOP_SECONDS = 1.0
+"""What a worker gets to end by itself before it is killed."""
+
+FIRST_BACKOFF = 0.5
+MAX_BACKOFF = 30.0
+STEADY_SECONDS = 60.0
+"""A process that lived this long starts its next restart without back-off from earlier ones."""
+
+
+@dataclass(eq=False)
+class Instance:
+    """One OS process of the plan: what it is, and how it is now."""
+
+    plan: InstancePlan
+    state: State = "waiting"
+    process: subprocess.Popen[bytes] | None = None
+    channel: Channel | None = None
+    tap: LogTap | None = None
+    pidfd: int = -1
+    ready: asyncio.Future[None] | None = None
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    gauges: dict[str, float] = field(default_factory=dict[str, float])
+    restarts: int = 0
+    backoff: float = FIRST_BACKOFF
+    ready_since: float = 0.0
+    failed_start: StartFailed | None = None
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process is not None and self.state != "exited" else None
+
+    def last_lines(self) -> str:
+        lines = self.tap.lines if self.tap is not None else ()
+        return "".join(f"\n    {line}" for line in lines)
+
+
+class Supervisor:
+    """Spawns, watches, restarts and ends the instances of one plan.
+
+    `failure` completes with the reason when the pipeline must stop: a process died under `on_process_exit: stop`.
+    """
+
+    def __init__(self, plan: Plan, coordinator: Coordinator, run_dir: RunDir) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._plan = plan
+        self._coordinator = coordinator
+        self._run_dir = run_dir
+        self._stopping = False
+        self._restarts: set[asyncio.Task[None]] = set()
+        self.instances = {i.name: Instance(i) for i in plan.instances}
+        self.failure: asyncio.Future[str] = self._loop.create_future()
+
+    # Start --------------------------------------------------------------------------------------------------------
+
+    async def start(self, within: float) -> None:
+        """Spawns wave by wave; returns when every instance is ready.
+
+        Raises:
+            StartupError: a factory raised, a process died or the time was up; names the stage and shows the child's
+                traceback or its last lines. Whatever runs is left for `stop` or `kill`.
+        """
+        for wave in self._plan.spawn_waves:
+            instances = [self.instances[name] for name in wave]
+            for instance in instances:
+                self._spawn(instance)
+            waiting = [instance.ready for instance in instances if instance.ready is not None]
+            done, pending = await asyncio.wait(waiting, timeout=within, return_when=asyncio.FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            if pending:
+                late = [i for i in instances if i.state == "starting"]
+                report = "".join(f"\n  '{i.name}' (pid {i.pid}){i.last_lines()}" for i in late)
+                raise StartupError(f"not ready within {within:g} s:{report}")
+
+    def _spawn(self, instance: Instance) -> None:
+        ours, theirs = socket.socketpair()
+        read_fd, write_fd = os.pipe()
+        command = [sys.executable, "-m", "sgl_omni.runtime.worker"]
+        command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid()), "--name", instance.name]
+        try:
+            instance.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=write_fd,
+                stderr=write_fd,
+                env=self._environment(instance.plan),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            os.close(read_fd)
+            raise StartupError(f"cannot start a process for '{instance.name}': {error}") from error
+        finally:
+            theirs.close()
+            os.close(write_fd)
+        instance.state = "starting"
+        instance.failed_start = None
+        instance.gone.clear()
+        instance.ready = self._loop.create_future()
+        instance.tap = LogTap(instance.name, read_fd)
+        instance.pidfd = os.pidfd_open(instance.process.pid)
+        self._loop.add_reader(instance.pidfd, self._exited, instance)
+        self._run_dir.record(instance.process.pid)
+        instance.channel = Channel(
+            ours,
+            lambda channel, message: self._receive(instance, channel, message),
+            lambda channel, reason: self._broken(instance, reason),
+            name=instance.name,
+        )
+        instance.channel.send(
+            Spawn(self._plan, instance.name, str(self._run_dir.path), self._plan.platform, list(sys.path))
+        )
+
+    def _environment(self, plan: InstancePlan) -> dict[str, str]:
+        """The parent's, a fair share of the threads, and what the plan says, which wins."""
+        cores = len(plan.cpu_cores) or max(1, len(os.sched_getaffinity(0)) // len(self.instances))
+        return os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(cores)} | plan.env
+
+    # Messages and ends --------------------------------------------------------------------------------------------
+
+    def _receive(self, instance: Instance, channel: Channel, message: Message) -> None:
+        if isinstance(message, Ready):
+            instance.state = "ready"
+            instance.facts = message.facts
+            instance.ready_since = time.monotonic()
+            self._coordinator.attach(instance.name, channel)
+            if instance.ready is not None and not instance.ready.done():
+                instance.ready.set_result(None)
+        elif isinstance(message, StartFailed):
+            instance.failed_start = message
+        elif isinstance(message, Stats):
+            instance.gauges = message.gauges
+        else:
+            self._coordinator.receive(channel, message)
+
+    def _broken(self, instance: Instance, reason: str) -> None:
+        """The channel ended. Normally the process did too; one that lives on without it is of no use."""
+        if reason:
+            log.error("the connection to '%s' broke: %s", instance.name, reason)
+        if instance.state not in ("stopping", "exited"):
+            self._loop.call_later(STOP_SECONDS, self._kill_if_alive, instance, instance.process)
+
+    def _kill_if_alive(self, instance: Instance, process: subprocess.Popen[bytes] | None) -> None:
+        if process is not None and instance.process is process and instance.state != "exited":
+            _kill_group(process.pid)
+
+    def _exited(self, instance: Instance) -> None:
+        process = instance.process
+        assert process is not None
+        self._loop.remove_reader(instance.pidfd)
+        os.close(instance.pidfd)
+        _kill_group(process.pid)  # what the process itself has started; its own entry still holds the group's number
+        status = process.wait()
+        self._run_dir.forget(process.pid)
+        before, instance.state = instance.state, "exited"
+        if instance.tap is not None:
+            instance.tap.finish()
+        how = describe_exit(status)
+        self._coordinator.detach(instance.name, how)
+        if instance.channel is not None:
+            instance.channel.flush()
+            instance.channel.close()
+        instance.gone.set()
+        if self._stopping:
+            return
+        if before == "starting" and instance.ready is not None and not instance.ready.done():
+            instance.ready.set_exception(StartupError(self._start_report(instance, how)))
+            return
+        log.error("instance '%s' (pid %d) %s%s", instance.name, process.pid, how, instance.last_lines())
+        if self._plan.on_process_exit == "restart":
+            self._schedule_restart(instance)
+        elif not self.failure.done():
+            self.failure.set_result(f"instance '{instance.name}' (pid {process.pid}) {how}{instance.last_lines()}")
+
+    def _start_report(self, instance: Instance, how: str) -> str:
+        failed = instance.failed_start
+        if failed is None:
+            return f"instance '{instance.name}' {how} before it was ready{instance.last_lines()}"
+        trace = failed.traceback.rstrip().replace("\n", "\n    ")
+        return f"stage '{failed.stage}' ({instance.name}) could not be built: {failed.message}\n    {trace}"
+
+    # Restart ------------------------------------------------------------------------------------------------------
+
+    def _schedule_restart(self, instance: Instance) -> None:
+        if time.monotonic() - instance.ready_since > STEADY_SECONDS:
+            instance.backoff = FIRST_BACKOFF
+        instance.state = "restarting"
+        task = self._loop.create_task(self._restart(instance))
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+
+    async def _restart(self, instance: Instance) -> None:
+        """Tries until the instance is ready, waiting twice as long after each failure."""
+        while not self._stopping:
+            await asyncio.sleep(instance.backoff)
+            instance.backoff = min(2 * instance.backoff, MAX_BACKOFF)
+            instance.restarts += 1
+            try:
+                self._spawn(instance)
+                assert instance.ready is not None
+                await instance.ready
+            except StartupError as error:
+                log.error("restart of '%s' failed, next try in %g s: %s", instance.name, instance.backoff, error)
+                instance.state = "restarting"
+                continue
+            log.info("instance '%s' is back (pid %s)", instance.name, instance.pid)
+            return
+
+    # Stop ---------------------------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """Ends the instances in shutdown order, by message, then by signal."""
+        self._begin_stop()
+        for group in self._plan.shutdown_order:
+            await asyncio.gather(*(self._stop_one(self.instances[name]) for name in group))
+
+    def kill(self) -> None:
+        """Ends everything now."""
+        self._begin_stop()
+        for instance in self.instances.values():
+            if instance.process is not None and instance.state not in ("exited", "waiting", "restarting"):
+                _kill_group(instance.process.pid)
+
+    def _begin_stop(self) -> None:
+        self._stopping = True
+        for task in list(self._restarts):
+            task.cancel()
+
+    async def _stop_one(self, instance: Instance) -> None:
+        if instance.process is None or instance.process.returncode is not None:
+            return
+        ready = instance.state == "ready"
+        instance.state = "stopping"
+        if instance.channel is not None and ready:
+            instance.channel.send(Stop())
+            try:
+                await asyncio.wait_for(instance.gone.wait(), STOP_SECONDS)
+            except TimeoutError:
+                log.warning("instance '%s' did not end by itself and is killed", instance.name)
+        if not instance.gone.is_set():
+            _kill_group(instance.process.pid)
+            await instance.gone.wait()
+
+
+def describe_exit(status: int) -> str:
+    """`status` as subprocess gives it: negative for a signal."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name} (exit status {status})"
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return

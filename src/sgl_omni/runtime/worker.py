@@ -1,0 +1,431 @@
+"""One OS process of a pipeline: builds its stages, then moves messages between channels and runners.
+
+Started by the supervisor as ``python -m sgl_omni.runtime.worker --fd N --name INSTANCE``; everything else comes in the
+first message on that descriptor. The process ends when the channel does, or by signal when its parent dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import inspect
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sgl_omni.errors import InvalidRequest, PayloadError
+from sgl_omni.runtime.channel import Channel
+from sgl_omni.runtime.messages import (
+    Abort,
+    Failure,
+    Header,
+    Hello,
+    Message,
+    Ready,
+    Result,
+    Spawn,
+    StartFailed,
+    Stats,
+    Stop,
+    StreamAck,
+    StreamChunk,
+    StreamEnd,
+    Submit,
+)
+from sgl_omni.runtime.requests import StageRequest
+from sgl_omni.runtime.runners import EngineRunner, Runner, StreamRunner, runner_for
+from sgl_omni.runtime.stage import Payload
+from sgl_omni.runtime.wiring import Wiring, cut_others, load_object
+from sgl_omni.topology.plan import StagePlan
+
+log = logging.getLogger("sgl_omni.worker")
+
+TOMBSTONE_SECONDS = 5.0
+"""How long an aborted request's id is remembered, so that a message already on its way to us is dropped."""
+
+STATS_SECONDS = 1.0
+PR_SET_PDEATHSIG = 1
+
+
+class Worker:
+    """The state of this process. It is the `Host` of every request in it."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._control = Channel(control, self._on_control, self._on_control_closed, name="coordinator")
+        self._spawn: asyncio.Future[Spawn] = self._loop.create_future()
+        self._stop: asyncio.Future[int] = self._loop.create_future()
+        self._peers: dict[str, Channel] = {}
+        self._incoming: set[Channel] = set()
+        self._runners: dict[str, Runner] = {}
+        self._routes: dict[str, Any] = {}
+        self._merges: dict[str, Any] = {}
+        self._active: dict[str, dict[str, StageRequest]] = {}
+        self._tombstones: dict[str, float] = {}
+        self._late = 0
+        self._stats_timer: asyncio.TimerHandle | None = None
+        self._last_gauges: dict[str, float] = {}
+
+    # Life of the process ------------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Builds the stages, reports ready, serves until told to stop; returns the exit status."""
+        spawn = await self._spawn
+        self._plan = spawn.plan
+        self._instance = spawn.plan.instance(spawn.instance)
+        self._run_dir = Path(spawn.run_dir)
+        self._wiring = Wiring(spawn.plan)
+        sys.path.extend(path for path in spawn.sys_path if path not in sys.path)
+        if self._instance.cpu_cores:
+            os.sched_setaffinity(0, self._instance.cpu_cores)
+        started = time.monotonic()
+        for name in self._instance.stages:
+            try:
+                self._build(self._wiring.stages[name], spawn)
+            except Exception as error:  # noqa: BLE001 - reported to the supervisor with its traceback
+                self._control.send(StartFailed(self._instance.name, name, repr(error), traceback.format_exc()))
+                self._control.flush()
+                return 1
+        listener = self._listen()
+        self._control.send(Ready(self._instance.name, self._facts(time.monotonic() - started)))
+        status = await self._stop
+        self._loop.remove_reader(listener.fileno())
+        listener.close()
+        for runner in self._runners.values():
+            runner.close()
+        return status
+
+    def _build(self, stage: StagePlan, spawn: Spawn) -> None:
+        factory = load_object(stage.factory_path)
+        injected = {
+            "model_path": spawn.plan.model_path,
+            "gpu_id": self._instance.device if stage.gpu else None,
+            "device": f"cuda:{self._instance.device}" if stage.gpu and spawn.platform == "cuda" else "cpu",
+            "engine": stage.engine or {},
+        }
+        declared = inspect.signature(factory).parameters
+        arguments = {key: value for key, value in injected.items() if key in declared} | stage.factory_args
+        runner = runner_for(factory(**arguments), stage.name)
+        if any(stage.name in s.stream_to for s in self._plan.stages) and not isinstance(runner, StreamRunner):
+            raise TypeError(f"stage '{stage.name}' receives a stream, so its factory must return a StreamStage")
+        self._runners[stage.name] = runner
+        if stage.route_fn:
+            self._routes[stage.name] = load_object(stage.route_fn)
+        if stage.merge_fn:
+            self._merges[stage.name] = load_object(stage.merge_fn)
+
+    def _facts(self, seconds: float) -> dict[str, Any]:
+        engines = {n: r.gauges() for n, r in self._runners.items() if isinstance(r, EngineRunner)}
+        return {"pid": os.getpid(), "build_seconds": round(seconds, 3), "engines": engines}
+
+    def _listen(self) -> socket.socket:
+        path = socket_path(self._run_dir, self._plan.instances.index(self._instance))
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        listener.bind(str(path))
+        listener.listen(128)
+        self._loop.add_reader(listener.fileno(), self._accept, listener)
+        return listener
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        self._incoming.add(Channel(sock, self._on_peer, self._on_peer_closed))
+
+    def _exit(self, status: int) -> None:
+        if not self._stop.done():
+            self._stop.set_result(status)
+
+    # Messages in --------------------------------------------------------------------------------------------------
+
+    def _on_control(self, channel: Channel, message: Message) -> None:
+        if isinstance(message, Abort):
+            self._abort(message.request_id)
+        elif isinstance(message, Spawn):
+            self._spawn.set_result(message)
+        elif isinstance(message, Stop):
+            self._exit(0)
+        else:
+            self._on_peer(channel, message)
+
+    def _on_control_closed(self, channel: Channel, reason: str) -> None:
+        if reason:
+            log.error("the connection to the server broke: %s", reason)
+        self._exit(1)
+        self._spawn.cancel()
+
+    def _on_peer(self, channel: Channel, message: Message) -> None:
+        self._touch_stats()
+        if isinstance(message, Submit):
+            self._take_payload(message.header, message.source, message.target, message.payload)
+        elif isinstance(message, StreamChunk):
+            self._take_chunk(message.header, message.source, message.target, message.payload, channel)
+        elif isinstance(message, StreamEnd):
+            self._take_end(message.header, message.source, message.target)
+        elif isinstance(message, StreamAck):
+            self._take_ack(message.request_id, message.source, message.target, message.count)
+        elif isinstance(message, Hello):
+            channel.name = message.instance
+
+    def _on_peer_closed(self, channel: Channel, reason: str) -> None:
+        """A peer's end is the supervisor's affair; a stream that cannot be read is a fault of our own."""
+        self._incoming.discard(channel)
+        if self._peers.get(channel.name) is channel:
+            del self._peers[channel.name]
+        if reason:
+            log.error("the connection to '%s' broke: %s", channel.name or "?", reason)
+            self._exit(1)
+
+    def _request(self, header: Header, stage: str) -> StageRequest | None:
+        """The request in `stage`, made at its first message; None if it was aborted."""
+        if header.request_id in self._tombstones:
+            self._late += 1
+            return None
+        stages = self._active.setdefault(header.request_id, {})
+        request = stages.get(stage)
+        if request is None:
+            request = stages[stage] = StageRequest(self, header, stage)
+        elif header.cuts != request.header.cuts:
+            cuts = tuple(dict.fromkeys((*request.header.cuts, *header.cuts)))
+            request.header = msgspec.structs.replace(request.header, cuts=cuts)
+        return request
+
+    def _take_payload(self, header: Header, source: str, target: str, payload: Payload) -> None:
+        request = self._request(header, target)
+        if request is None:
+            return
+        stage = self._wiring.stages[target]
+        if stage.wait_for:
+            request.inputs[source] = payload
+            if not self._wiring.inputs_of(stage, request.header.cuts) <= request.inputs.keys():
+                return
+            inputs, request.inputs = request.inputs, {}
+            try:
+                payload = self._merges[target](inputs) if target in self._merges else next(iter(inputs.values()))
+            except Exception as error:  # noqa: BLE001 - the author's code failed for this request alone
+                self.fail(request, error)
+                return
+        self._runners[target].submit(request, payload)
+
+    def _take_chunk(self, header: Header, source: str, target: str, chunk: Payload, channel: Channel | None) -> None:
+        request = self._request(header, target)
+        if request is None:
+            return
+        if channel is not None:
+            request.channels[source] = channel
+        self._runners[target].chunk(request, source, chunk)
+
+    def _take_end(self, header: Header, source: str, target: str) -> None:
+        request = self._request(header, target)
+        if request is None:
+            return
+        request.ended_streams.add(source)
+        if not self.open_streams(request):
+            self._runners[target].end(request)
+
+    def _take_ack(self, request_id: str, source: str, target: str, count: int) -> None:
+        request = self._active.get(request_id, {}).get(source)
+        if request is not None:
+            request.acknowledged(target, count)
+
+    def _abort(self, request_id: str) -> None:
+        self._touch_stats()
+        if not self._tombstones:
+            self._loop.call_later(TOMBSTONE_SECONDS, self._bury)
+        self._tombstones[request_id] = self._loop.time() + TOMBSTONE_SECONDS
+        for request in list(self._active.get(request_id, {}).values()):
+            if not request.aborted:
+                request.mark_aborted()
+                self._runners[request.stage].abort(request)
+
+    def _bury(self) -> None:
+        """Forgets ids whose time is up, oldest first."""
+        now = self._loop.time()
+        for request_id, expiry in list(self._tombstones.items()):
+            if expiry > now:
+                self._loop.call_at(expiry, self._bury)
+                break
+            del self._tombstones[request_id]
+        self._touch_stats()
+
+    # The host of requests -----------------------------------------------------------------------------------------
+
+    def stream_targets(self, request: StageRequest) -> list[str]:
+        stage = self._wiring.stages[request.stage]
+        if not stage.stream_to and not stage.terminal:
+            raise PayloadError(f"stage '{stage.name}' streams a chunk but has no `stream_to` and is not terminal")
+        return self._wiring.stream_targets(stage, request.header.cuts) + ([""] if stage.terminal else [])
+
+    def send_chunk(self, request: StageRequest, target: str, chunk: Payload) -> None:
+        instance = self._wiring.instance_of(target, request.header.binding) if target else ""
+        if instance == self._instance.name:
+            self._take_chunk(request.header, request.stage, target, chunk, None)
+            return
+        message = StreamChunk(request.header, request.stage, target, chunk)
+        self._channel(instance).send_payload(message, request.stage)
+
+    def send_ack(self, request: StageRequest, source: str, count: int) -> None:
+        channel = request.channels.get(source)
+        if channel is None:
+            self._take_ack(request.id, source, request.stage, count)
+        else:
+            channel.send(StreamAck(request.id, source, request.stage, count))
+
+    def open_streams(self, request: StageRequest) -> set[str]:
+        return self._wiring.streams_into(request.stage, request.header.cuts) - request.ended_streams
+
+    def expects_payload(self, request: StageRequest) -> bool:
+        return self._wiring.has_payload_input(request.stage, request.header.cuts)
+
+    def finish(self, request: StageRequest, payload: Payload) -> None:
+        if request.aborted:
+            self.discard(request)
+            return
+        stage = self._wiring.stages[request.stage]
+        try:
+            header = self._routed(stage, request, payload)
+            for target in self._wiring.stream_targets(stage, header.cuts):
+                self._send_end(header, stage.name, target)
+            for target in self._wiring.targets(stage, header.cuts):
+                self._send_payload(header, stage.name, target, payload)
+            if stage.terminal:
+                self._control.send_payload(Result(header, stage.name, payload), stage.name)
+        except Exception as error:  # noqa: BLE001 - a payload that cannot travel, or the author's route_fn
+            self.fail(request, error)
+            return
+        self.discard(request)
+
+    def fail(self, request: StageRequest, error: Exception) -> None:
+        if not request.aborted:
+            invalid = isinstance(error, InvalidRequest)
+            if not invalid:
+                log.error("stage '%s' failed for request %s", request.stage, request.id, exc_info=error)
+            text = str(error) if invalid or isinstance(error, PayloadError) else f"{type(error).__name__}: {error}"
+            kind, param = ("invalid", error.param) if isinstance(error, InvalidRequest) else ("error", None)
+            self._control.send(Failure(request.id, request.stage, self._instance.name, kind, text, param))
+        self.discard(request)
+
+    def discard(self, request: StageRequest) -> None:
+        stages = self._active.get(request.id)
+        if stages is not None and stages.get(request.stage) is request:
+            del stages[request.stage]
+            if not stages:
+                del self._active[request.id]
+
+    def _routed(self, stage: StagePlan, request: StageRequest, payload: Payload) -> Header:
+        """The header that goes on: where the stage routes, the edges not taken are cut."""
+        if stage.name not in self._routes:
+            return request.header
+        chosen = self._routes[stage.name](request.id, payload)
+        names = [chosen] if isinstance(chosen, str) else list(chosen)
+        unknown = [name for name in names if name not in stage.next]
+        if unknown or not names:
+            raise ValueError(f"route_fn chose {unknown or 'nothing'}; stage '{stage.name}' leads to {list(stage.next)}")
+        return msgspec.structs.replace(request.header, cuts=cut_others(stage, names, request.header.cuts))
+
+    def _send_payload(self, header: Header, source: str, target: str, payload: Payload) -> None:
+        instance = self._wiring.instance_of(target, header.binding)
+        if instance == self._instance.name:
+            self._take_payload(header, source, target, payload)
+        else:
+            self._channel(instance).send_payload(Submit(header, source, target, payload), source)
+
+    def _send_end(self, header: Header, source: str, target: str) -> None:
+        instance = self._wiring.instance_of(target, header.binding)
+        if instance == self._instance.name:
+            self._take_end(header, source, target)
+        else:
+            self._channel(instance).send(StreamEnd(header, source, target))
+
+    def _channel(self, instance: str) -> Channel:
+        """The channel to an instance ("" is the coordinator), connected at its first use."""
+        if not instance:
+            return self._control
+        channel = self._peers.get(instance)
+        if channel is None:
+            index = next(i for i, p in enumerate(self._plan.instances) if p.name == instance)
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.connect(str(socket_path(self._run_dir, index)))
+            except OSError as error:
+                sock.close()
+                raise ConnectionError(f"cannot reach instance '{instance}': {error}") from error
+            channel = self._peers[instance] = Channel(sock, self._on_peer, self._on_peer_closed, name=instance)
+            channel.send(Hello(self._instance.name))
+        return channel
+
+    # Statistics ---------------------------------------------------------------------------------------------------
+
+    def _touch_stats(self) -> None:
+        if self._stats_timer is None:
+            self._stats_timer = self._loop.call_later(STATS_SECONDS, self._send_stats)
+
+    def _send_stats(self) -> None:
+        self._stats_timer = None
+        gauges = self._gauges()
+        if gauges != self._last_gauges:
+            self._last_gauges = gauges
+            self._control.send(Stats(self._instance.name, gauges))
+        if self._active:
+            self._touch_stats()
+
+    def _gauges(self) -> dict[str, float]:
+        channels = [self._control, *self._peers.values(), *self._incoming]
+        gauges: dict[str, float] = {
+            "requests": len(self._active),
+            "aborted_ids": len(self._tombstones),
+            "late_messages": self._late,
+            "shm_segments_out": sum(c.leased_out for c in channels),
+            "shm_segments_in": sum(c.leased_in for c in channels),
+            "shm_bytes": sum(c.mapped_bytes for c in channels),
+        }
+        for stage, runner in self._runners.items():
+            gauges |= {f"{stage}.{key}": value for key, value in runner.gauges().items()}
+        return gauges
+
+
+def socket_path(run_dir: Path, index: int) -> Path:
+    """Numbered, not named: an instance's name may be longer than a socket address."""
+    return run_dir / f"{index}.sock"
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent ends, and ends now if it has already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="sgl-omni worker")
+    parser.add_argument("--fd", type=int, required=True, help="connected unix socket to the server")
+    parser.add_argument("--parent", type=int, required=True, help="pid of the server")
+    parser.add_argument("--name", required=True, help="instance name, shown by ps")
+    options = parser.parse_args()
+    die_with_parent(options.parent)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+
+    async def serve() -> int:
+        return await Worker(socket.socket(fileno=options.fd)).run()
+
+    import uvloop
+
+    status = uvloop.run(serve())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads of stages that are still at work must not delay the end
+
+
+if __name__ == "__main__":
+    main()

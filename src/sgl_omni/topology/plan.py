@@ -1,0 +1,127 @@
+"""The frozen Plan: all that can be decided before a process exists.
+
+``sgl-omni config resolve --show plan`` prints it and ``serve`` executes it; nothing downstream
+decides any of it again. It is plain data: it converts to JSON and back without loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+PlatformName = Literal["cpu", "cuda"]
+Transport = Literal["local", "shm", "cuda_ipc"]
+EdgeKind = Literal["payload", "stream"]
+ReplicaPolicy = Literal["round_robin", "least_inflight"]
+WeightRole = Literal["own", "leader", "follower"]
+ExitPolicy = Literal["stop", "restart"]
+
+COORDINATOR = "coordinator"
+"""Reserved instance name of the API process, the receiver of every terminal stage's output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One logical stage: what to build and where its output goes."""
+
+    name: str
+    process: str
+    factory_path: str
+    factory_args: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] | None = None
+    next: tuple[str, ...] = ()
+    stream_to: tuple[str, ...] = ()
+    wait_for: tuple[str, ...] = ()
+    terminal: bool = False
+    route_fn: str | None = None
+    merge_fn: str | None = None
+    gpu: bool = False
+    budget_bytes: int | None = None
+    budget_fraction: float | None = None
+    enforce_budget: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPlan:
+    """One logical Process and how its replicas are chosen."""
+
+    name: str
+    stages: tuple[str, ...]
+    num_replicas: int = 1
+    tp_size: int = 1
+    policy: ReplicaPolicy = "round_robin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstancePlan:
+    """One OS process: a replica of a Process, or one rank of a tensor-parallel replica."""
+
+    name: str
+    process: str
+    stages: tuple[str, ...]
+    replica: int = 0
+    rank: int = 0
+    device: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    cpu_cores: tuple[int, ...] = ()
+    weight_role: WeightRole = "own"
+    weight_leader: str | None = None
+    mps: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgePlan:
+    """One hand-off between two stages and the transport that its locality gives it."""
+
+    source: str
+    target: str
+    kind: EdgeKind
+    transport: Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingGroup:
+    """Replicas of one Process on one GPU that hold one set of weights."""
+
+    process: str
+    device: int
+    leader: str
+    followers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that `serve` executes."""
+
+    name: str
+    model_path: str | None
+    platform: PlatformName
+    entry: str
+    stages: tuple[StagePlan, ...]
+    processes: tuple[ProcessPlan, ...]
+    instances: tuple[InstancePlan, ...]
+    edges: tuple[EdgePlan, ...]
+    spawn_waves: tuple[tuple[str, ...], ...]
+    shutdown_order: tuple[tuple[str, ...], ...]
+    sharing_groups: tuple[SharingGroup, ...] = ()
+    mps: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    on_process_exit: ExitPolicy = "stop"
+
+    def stage(self, name: str) -> StagePlan:
+        return next(s for s in self.stages if s.name == name)
+
+    def process(self, name: str) -> ProcessPlan:
+        return next(p for p in self.processes if p.name == name)
+
+    def instance(self, name: str) -> InstancePlan:
+        return next(i for i in self.instances if i.name == name)
+
+    def instances_of(self, process: str) -> tuple[InstancePlan, ...]:
+        """The instances of one Process, in replica then rank order."""
+        return tuple(i for i in self.instances if i.process == process)
+
+
+def instance_name(process: str, replica: int, num_replicas: int, rank: int = 0, tp_size: int = 1) -> str:
+    """``<process>[@r<i>][_tp<k>]``: the name of one OS process in logs, errors and metrics."""
+    name = process if num_replicas == 1 else f"{process}@r{replica}"
+    return name if tp_size == 1 else f"{name}_tp{rank}"
