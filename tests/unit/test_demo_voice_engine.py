@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sgl_omni.errors import InvalidRequest
+from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.demo_voice import engine as engine_module
 from sgl_omni.models.demo_voice.engine import DemoVoiceEngine, rows_are_independent
 from sgl_omni.models.demo_voice.model import VoiceDecoder, prompt_rows
@@ -65,6 +65,12 @@ class Heard:
 
     def codes(self, request_id: str) -> list[list[int]]:
         return np.concatenate([chunk["codes"] for chunk in self.chunks[request_id]]).tolist()
+
+
+def gauges(engine: DemoVoiceEngine) -> tuple[float, ...]:
+    """Requests running, requests queued, rows free."""
+    stats = engine.stats()
+    return stats["running"], stats["queued"], stats["free_rows"]
 
 
 def speak(engine: DemoVoiceEngine, payload: Payload) -> tuple[list[list[int]], Payload]:
@@ -220,11 +226,11 @@ def test_more_requests_than_rows_wait_in_order_of_arrival(model: VoiceDecoder) -
         engine.add(f"r{i}", request("yes.", max_frames=10))
     heard = Heard()
     heard.step(engine)
-    assert engine.stats() == {"running": 2, "queued": 3, "free_rows": 0}
+    assert gauges(engine) == (2, 3, 0)
     heard.finish(engine)
     assert list(heard.results) == [f"r{i}" for i in range(5)]
     assert len({str(heard.codes(request_id)) for request_id in heard.results}) == 1
-    assert engine.stats() == {"running": 0, "queued": 0, "free_rows": 2}
+    assert gauges(engine) == (0, 0, 2)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 15])
@@ -238,7 +244,7 @@ def test_abort_frees_the_row_at_any_moment(model: VoiceDecoder, steps: int) -> N
     for request_id in ("a", "b", "waiting", "a", "unknown"):
         engine.abort(request_id)
     assert not engine.has_work
-    assert engine.stats() == {"running": 0, "queued": 0, "free_rows": 2}
+    assert gauges(engine) == (0, 0, 2)
     assert not heard.results
     assert speak(engine, request(GOLDEN[0]["piece"], voice=GOLDEN[0]["voice"]))[0] == GOLDEN[0]["codes"]
 
@@ -272,6 +278,20 @@ def test_the_longest_piece_and_the_most_frames_fit_a_row(engine: DemoVoiceEngine
     assert result["output_tokens"] == len(codes) <= 400
 
 
-def test_the_factory_takes_the_stages_engine_settings() -> None:
-    stage = create_engine("demo-voice", engine={"max_running_requests": 3})
-    assert stage.engine.stats() == {"running": 0, "queued": 0, "free_rows": 3}
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({}, 16),
+        ({"max_running_requests": 3}, 3),
+        ({"max_running_requests": 3, "max_total_tokens": 1300}, 2),
+        ({"max_running_requests": 64, "kv_cache_bytes": 3 * 621 * 8192}, 3),
+    ],
+)
+def test_the_stages_engine_settings_size_the_cache(settings: dict[str, Any], rows: int) -> None:
+    stats = create_engine("demo-voice", engine=settings).engine.stats()
+    assert (stats["free_rows"], stats["kv_capacity_tokens"]) == (rows, rows * 621)
+
+
+def test_a_cache_too_small_for_one_request_is_refused() -> None:
+    with pytest.raises(StartupError, match="at least 621"):
+        create_engine("demo-voice", engine={"max_total_tokens": 620})

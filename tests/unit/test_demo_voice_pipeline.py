@@ -9,10 +9,8 @@ import sys
 import pytest
 
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.demo_voice.spec import PACKAGED_WEIGHTS
-
-pytest.importorskip("sgl_omni.config.schema", reason="the config schema is not there yet")
 from sgl_omni.models.demo_voice.pipeline import DemoVoicePipelineConfig
+from sgl_omni.models.demo_voice.spec import PACKAGED_WEIGHTS
 
 
 def test_the_model_id_resolves_to_the_packaged_weights() -> None:

@@ -113,7 +113,6 @@ def test_two_requests_keep_their_own_state(vocoder: DemoVocoder) -> None:
 
 
 def test_speed_changes_the_length_and_not_with_arrival(vocoder: DemoVocoder) -> None:
-    pytest.importorskip("sgl_omni.audio.stretch", reason="time stretching is not there yet")
     codes = [GOLDEN["codes"], GOLDEN["codes"]]
     normal, fast = say(vocoder, codes, None), say(vocoder, codes, None, speed=1.5)
     assert len(fast) == pytest.approx(len(normal) / 1.5, rel=0.1)

@@ -147,8 +147,12 @@ class Stop(Message, tag=14, frozen=True):
     """Exit now; the coordinator has drained or given up."""
 
 
-class Stats(Message, tag=15, frozen=True):
-    """Gauges of one instance, sent at most once a second and only while they change."""
+class StatsQuery(Message, tag=15, frozen=True):
+    """Asks an instance for its gauges; answered by `Stats`. Nothing is sent unasked, so idle costs nothing."""
+
+
+class Stats(Message, tag=17, frozen=True):
+    """Gauges of one instance as they are now."""
 
     instance: str
     gauges: dict[str, float]
@@ -170,5 +174,6 @@ AnyMessage = (
     | Ready
     | StartFailed
     | Stop
+    | StatsQuery
     | Stats
 )

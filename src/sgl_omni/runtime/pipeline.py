@@ -131,8 +131,9 @@ class Pipeline:
             ],
         }
 
-    def stats(self) -> dict[str, Any]:
-        """Counters and gauges for /metrics."""
+    async def stats(self) -> dict[str, Any]:
+        """Counters, and the gauges that every instance gives when asked now."""
+        await self.supervisor.refresh_gauges()
         return {
             "requests_total": {k: self.coordinator.outcomes[k] for k in ("ok", "error", "aborted", "rejected")},
             "in_flight": self.coordinator.pending,

@@ -17,7 +17,7 @@ from sgl_omni.errors import StartupError
 from sgl_omni.runtime.channel import Channel
 from sgl_omni.runtime.coordinator import Coordinator
 from sgl_omni.runtime.logs import LogTap
-from sgl_omni.runtime.messages import Message, Ready, Spawn, StartFailed, Stats, Stop
+from sgl_omni.runtime.messages import Message, Ready, Spawn, StartFailed, Stats, StatsQuery, Stop
 from sgl_omni.runtime.rundir import RunDir
 from sgl_omni.topology.plan import InstancePlan, Plan
 
@@ -27,6 +27,8 @@ State = Literal["waiting", "starting", "ready", "restarting", "stopping", "exite
 
 STOP_SECONDS = 1.0
 """What a worker gets to end by itself before it is killed."""
+
+STATS_SECONDS = 1.0
 
 FIRST_BACKOFF = 0.5
 MAX_BACKOFF = 30.0
@@ -48,6 +50,7 @@ class Instance:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     gauges: dict[str, float] = field(default_factory=dict[str, float])
+    asked: asyncio.Future[None] | None = None
     restarts: int = 0
     backoff: float = FIRST_BACKOFF
     ready_since: float = 0.0
@@ -163,6 +166,8 @@ class Supervisor:
             instance.failed_start = message
         elif isinstance(message, Stats):
             instance.gauges = message.gauges
+            if instance.asked is not None and not instance.asked.done():
+                instance.asked.set_result(None)
         else:
             self._coordinator.receive(channel, message)
 
@@ -211,6 +216,18 @@ class Supervisor:
             return f"instance '{instance.name}' {how} before it was ready{instance.last_lines()}"
         trace = failed.traceback.rstrip().replace("\n", "\n    ")
         return f"stage '{failed.stage}' ({instance.name}) could not be built: {failed.message}\n    {trace}"
+
+    async def refresh_gauges(self) -> None:
+        """Asks every ready instance for its gauges; one that does not answer within a second keeps its last ones."""
+        waiting: list[asyncio.Future[None]] = []
+        for instance in self.instances.values():
+            if instance.state == "ready" and instance.channel is not None:
+                instance.channel.send(StatsQuery())
+                if instance.asked is None or instance.asked.done():
+                    instance.asked = self._loop.create_future()
+                waiting.append(instance.asked)
+        if waiting:
+            await asyncio.wait(waiting, timeout=STATS_SECONDS)
 
     # Restart ------------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from sgl_omni.runtime.messages import (
     Spawn,
     StartFailed,
     Stats,
+    StatsQuery,
     Stop,
     StreamAck,
     StreamChunk,
@@ -52,7 +53,6 @@ log = logging.getLogger("sgl_omni.worker")
 TOMBSTONE_SECONDS = 5.0
 """How long an aborted request's id is remembered, so that a message already on its way to us is dropped."""
 
-STATS_SECONDS = 1.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -72,8 +72,6 @@ class Worker:
         self._active: dict[str, dict[str, StageRequest]] = {}
         self._tombstones: dict[str, float] = {}
         self._late = 0
-        self._stats_timer: asyncio.TimerHandle | None = None
-        self._last_gauges: dict[str, float] = {}
 
     # Life of the process ------------------------------------------------------------------------------------------
 
@@ -154,6 +152,8 @@ class Worker:
             self._abort(message.request_id)
         elif isinstance(message, Spawn):
             self._spawn.set_result(message)
+        elif isinstance(message, StatsQuery):
+            channel.send(Stats(self._instance.name, self._gauges()))
         elif isinstance(message, Stop):
             self._exit(0)
         else:
@@ -166,7 +166,6 @@ class Worker:
         self._spawn.cancel()
 
     def _on_peer(self, channel: Channel, message: Message) -> None:
-        self._touch_stats()
         if isinstance(message, Submit):
             self._take_payload(message.header, message.source, message.target, message.payload)
         elif isinstance(message, StreamChunk):
@@ -240,7 +239,6 @@ class Worker:
             request.acknowledged(target, count)
 
     def _abort(self, request_id: str) -> None:
-        self._touch_stats()
         if not self._tombstones:
             self._loop.call_later(TOMBSTONE_SECONDS, self._bury)
         self._tombstones[request_id] = self._loop.time() + TOMBSTONE_SECONDS
@@ -257,7 +255,6 @@ class Worker:
                 self._loop.call_at(expiry, self._bury)
                 break
             del self._tombstones[request_id]
-        self._touch_stats()
 
     # The host of requests -----------------------------------------------------------------------------------------
 
@@ -366,19 +363,6 @@ class Worker:
         return channel
 
     # Statistics ---------------------------------------------------------------------------------------------------
-
-    def _touch_stats(self) -> None:
-        if self._stats_timer is None:
-            self._stats_timer = self._loop.call_later(STATS_SECONDS, self._send_stats)
-
-    def _send_stats(self) -> None:
-        self._stats_timer = None
-        gauges = self._gauges()
-        if gauges != self._last_gauges:
-            self._last_gauges = gauges
-            self._control.send(Stats(self._instance.name, gauges))
-        if self._active:
-            self._touch_stats()
 
     def _gauges(self) -> dict[str, float]:
         channels = [self._control, *self._peers.values(), *self._incoming]

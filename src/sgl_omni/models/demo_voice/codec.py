@@ -56,7 +56,9 @@ class CodecDecoder:
         self.device = device
         self._codebooks = weights["quantizer.codebooks"].flatten(0, 1)
         self._columns = torch.arange(spec.num_codebooks, device=device) * spec.codebook_size
-        self._input = weights["decoder.inp.weight"], weights["decoder.inp.bias"]
+        kernel = weights["decoder.inp.weight"]  # [dim, latent_dim, taps]
+        self._taps = kernel.shape[-1]
+        self._input = PackedLinear(kernel.flatten(1), weights["decoder.inp.bias"])
         self._code_blocks = [
             _ConvNeXtBlock(weights, f"decoder.code_blocks.{i}.", left=2, right=1) for i in range(spec.code_blocks)
         ]
@@ -88,8 +90,8 @@ class CodecDecoder:
 
     def _spectrum(self, latent: Tensor) -> Tensor:
         """latent [frames, latent_dim] -> complex bins [frames * upsample, n_fft / 2 + 1]."""
-        weight, bias = self._input
-        x = F.conv1d(F.pad(latent.t(), (weight.shape[-1] - 1, 0))[None], weight, bias)[0].t().contiguous()
+        taps = F.pad(latent.t(), (self._taps - 1, 0)).unfold(1, self._taps, 1)  # a causal convolution's inputs
+        x = self._input(taps.transpose(0, 1).flatten(1))
         for block in self._code_blocks:
             x = block(x)
         x = self._up(x).view(-1, self.spec.dim)

@@ -39,13 +39,12 @@ class DemoVoiceEngine:
     ) -> None:
         """``right_context`` is the vocoder's: codes are handed on when its next chunk can be decoded."""
         torch.set_num_threads(num_threads)
-        spec = model.spec
-        longest = spec.max_text_length + 2 + spec.max_frames + spec.num_codebooks
         self._model = model
         self._right_context = right_context
         self._num_threads = num_threads
         self._group_rows = _independent_group(model, group_rows)
-        self._cache = KVCache(spec, max_running_requests, longest, model.device)
+        self._cache = KVCache(model.spec, max_running_requests, model.spec.longest_sequence, model.device)
+        self._capacity = max_running_requests * model.spec.longest_sequence
         self._free_rows = list(range(max_running_requests))
         self._queue: deque[SpeechRequest] = deque()
         self._running: list[Generation] = []
@@ -91,7 +90,12 @@ class DemoVoiceEngine:
         return outputs
 
     def stats(self) -> dict[str, float]:
-        return {"running": len(self._running), "queued": len(self._queue), "free_rows": len(self._free_rows)}
+        return {
+            "running": len(self._running),
+            "queued": len(self._queue),
+            "free_rows": len(self._free_rows),
+            "kv_capacity_tokens": self._capacity,
+        }
 
     def _admit(self) -> None:
         while self._queue and self._free_rows:

@@ -28,6 +28,7 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+            return y
         assert self._weight is not None
         return F.linear(x, self._weight, self._bias)

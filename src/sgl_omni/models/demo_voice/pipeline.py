@@ -31,6 +31,7 @@ class DemoVoicePipelineConfig(PipelineConfig):
             "gpu_memory_fraction": 0.30,
             "next": "vocoder",
             "stream_to": ["vocoder"],
+            "engine": {"max_running_requests": 16},
         },
         "vocoder": {
             "factory_path": f"{_STAGES}.create_vocoder",

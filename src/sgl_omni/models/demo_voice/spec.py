@@ -24,7 +24,8 @@ def resolve_folder(model_path: str) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,16 @@ class VoiceSpec:
     voices: tuple[str, ...]
     default_voice: str
     sample_rate: int
+
+    @property
+    def longest_sequence(self) -> int:
+        """Positions of the longest piece: voice, characters, separator, and its delayed audio rows."""
+        return self.max_text_length + 2 + self.max_frames + self.num_codebooks
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Float32 keys and values of one position in every layer."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * 4
 
     @classmethod
     def load(cls, folder: Path) -> VoiceSpec:

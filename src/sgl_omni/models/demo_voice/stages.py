@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgl_omni.errors import StartupError
 from sgl_omni.models.demo_voice.preprocess import SpeechPreprocessor
 from sgl_omni.models.demo_voice.spec import VoiceSpec, resolve_folder
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, StreamStage
@@ -25,21 +26,38 @@ def create_engine(
 ) -> EngineStage:
     """Pieces to codec frames.
 
-    ``engine["max_running_requests"]``, where set, wins over the argument. One thread is the default: with
-    two, a step takes 12 % less time but the vocoder's process loses the second core of a small machine.
+    Of the engine settings, ``max_running_requests`` wins over the argument of that name, and the KV pool
+    (``max_total_tokens`` or ``kv_cache_bytes``) bounds it. One thread is the default: two make one request
+    8 % faster on two cores, but eight requests a third slower, because the vocoder wants the second core.
     """
     from sgl_omni.models.demo_voice.engine import DemoVoiceEngine
 
-    rows = (engine or {}).get("max_running_requests") or max_running_requests
+    folder = resolve_folder(model_path)
     return EngineStage(
         DemoVoiceEngine.load(
-            resolve_folder(model_path),
+            folder,
             device,
-            max_running_requests=rows,
+            max_running_requests=_cache_rows(VoiceSpec.load(folder), engine or {}, max_running_requests),
             group_rows=group_rows,
             num_threads=num_threads,
         )
     )
+
+
+def _cache_rows(spec: VoiceSpec, settings: dict[str, Any], max_running_requests: int) -> int:
+    """Requests that the KV pool holds at once; each takes the room of the longest piece."""
+    rows: int = settings.get("max_running_requests") or max_running_requests
+    tokens: int | None = settings.get("max_total_tokens")
+    if settings.get("kv_cache_bytes"):
+        tokens = settings["kv_cache_bytes"] // spec.kv_bytes_per_token
+    if tokens is None:
+        return rows
+    if tokens < spec.longest_sequence:
+        raise StartupError(
+            f"demo voice: a KV pool of {tokens} tokens holds no request; give max_total_tokens of at least "
+            f"{spec.longest_sequence}, or kv_cache_bytes of {spec.longest_sequence * spec.kv_bytes_per_token}"
+        )
+    return min(rows, tokens // spec.longest_sequence)
 
 
 def create_vocoder(

@@ -16,14 +16,14 @@ from sgl_omni.runtime.stage import Payload, Request, StreamStage
 if TYPE_CHECKING:
     from sgl_omni.audio.stretch import TimeStretch
 
-# Added to the 0.2 s of silence that the model leaves at the ends of two pieces: a third of a second, as
-# between two sentences read aloud.
+# With the 0.2 s of silence that the model itself leaves between two pieces this makes a third of a second,
+# as between two sentences read aloud.
 PAUSE_SECONDS = 0.12
 
 
 @dataclass(slots=True)
 class VocoderState:
-    """What a request's audio depends on: the codes of the piece in progress and how much of it is decoded."""
+    """The codes of the piece in progress, and how far it is decoded."""
 
     codes: np.ndarray
     start: int = 0

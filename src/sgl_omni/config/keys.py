@@ -1,0 +1,76 @@
+"""The schema as a tree of keys: which paths exist, which are groups, and what each means."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from sgl_omni.config.schema import EngineConfig, PipelineConfig
+
+KeyKind = Literal["leaf", "group", "named", "open"]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key. ``group`` holds known keys, ``named`` holds groups by a name of the user's choice (stages,
+    processes), ``open`` holds free values by any name (factory arguments, environment)."""
+
+    kind: KeyKind
+    description: str = ""
+    default: Any = None
+    model: type[BaseModel] | None = None
+
+
+def find_key(path: tuple[str, ...]) -> Key | None:
+    """The key at a path such as ``("stages", "vocoder", "gpu")``; None where the schema has none."""
+    key = Key("group", (PipelineConfig.__doc__ or "").strip(), model=PipelineConfig)
+    for part in path:
+        if key.kind == "open":
+            return Key("leaf", key.description) if part == path[-1] else None
+        if key.kind == "named":
+            key = Key("group", key.description, model=key.model)
+            continue
+        if key.model is None or part not in key.model.model_fields:
+            return None
+        key = _key_of(key.model.model_fields[part])
+    return key
+
+
+def children(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The known keys of a group."""
+    key = find_key(path)
+    return tuple(key.model.model_fields) if key and key.kind == "group" and key.model else ()
+
+
+ENGINE_KEYS: tuple[str, ...] = tuple(EngineConfig.model_fields)
+TOP_KEYS: tuple[str, ...] = tuple(PipelineConfig.model_fields)
+
+
+def same_name(written: str, names: Iterable[str]) -> str | None:
+    """The name meant on the command line, where dashes and underscores are the same."""
+    candidates = list(names)
+    if written in candidates:
+        return written
+    plain = written.replace("-", "_")
+    return next((name for name in candidates if name.replace("-", "_") == plain), None)
+
+
+def _key_of(info: FieldInfo) -> Key:
+    description = info.description or ""
+    annotation = info.annotation
+    if get_origin(annotation) in (types.UnionType, Union):
+        inner = [a for a in get_args(annotation) if a is not type(None)]
+        annotation = inner[0] if inner else annotation
+    if get_origin(annotation) is dict:
+        value = get_args(annotation)[1]
+        if isinstance(value, type) and issubclass(value, BaseModel):
+            return Key("named", description, model=value)
+        return Key("open", description)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return Key("group", description, model=annotation)
+    return Key("leaf", description, info.get_default(call_default_factory=True))

@@ -1,0 +1,73 @@
+"""The pipeline classes that ship, by name, model id and architecture. Imports a family only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from sgl_omni.config.schema import PipelineConfig
+
+SHIPPED: dict[str, str] = {
+    "DemoVoicePipelineConfig": "sgl_omni.models.demo_voice.pipeline",
+}
+"""Class name -> module that defines it. A new family adds one line."""
+
+
+class PipelineRegistry:
+    """Finds pipeline classes among `modules` (class name -> module) and by import path."""
+
+    def __init__(self, modules: dict[str, str] | None = None) -> None:
+        self._modules = SHIPPED if modules is None else modules
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._modules)
+
+    def by_name(self, name: str) -> type[PipelineConfig]:
+        """The class behind a ``config_cls``: a registered name, or ``package.module.ClassName``.
+
+        Raises:
+            LookupError: no such class; the message says what was looked for.
+        """
+        if name in self._modules:
+            return _import_class(self._modules[name], name)
+        module, _, attribute = name.replace(":", ".").rpartition(".")
+        if not module:
+            raise LookupError(f"unknown pipeline class '{name}'")
+        return _import_class(module, attribute)
+
+    def by_model(self, model_path: str) -> type[PipelineConfig] | None:
+        """The class that serves a model id, or the architecture in a folder's ``config.json``."""
+        classes = [self.by_name(name) for name in self._modules]
+        for cls in classes:
+            if model_path in cls.model_ids:
+                return cls
+        architectures = architectures_in(model_path)
+        return next((cls for cls in classes if not architectures.isdisjoint(cls.architectures)), None)
+
+    def model_ids(self) -> Iterable[str]:
+        for name in self._modules:
+            yield from self.by_name(name).model_ids
+
+
+def architectures_in(folder: str) -> frozenset[str]:
+    """``architectures`` of the folder's ``config.json``; empty where there is no such file or list."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return frozenset()
+    names = config.get("architectures") if isinstance(config, dict) else None
+    return frozenset(n for n in names if isinstance(n, str)) if isinstance(names, list) else frozenset()
+
+
+def _import_class(module: str, name: str) -> type[PipelineConfig]:
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        raise LookupError(f"module '{module}' of pipeline class '{name}' cannot be imported: {error}") from error
+    except Exception as error:  # noqa: BLE001 - the module is the user's code and may raise anything
+        raise LookupError(f"importing '{module}' for pipeline class '{name}' raised {error!r}") from error
+    if not (isinstance(found, type) and issubclass(found, PipelineConfig)):
+        raise LookupError(f"'{name}' of module '{module}' is no pipeline class")
+    return found

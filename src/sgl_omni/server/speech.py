@@ -1,0 +1,135 @@
+"""``POST /v1/audio/speech`` and ``GET /v1/audio/voices``."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from numpy.typing import NDArray
+
+from sgl_omni.audio.encode import MEDIA_TYPES, encode, encoder
+from sgl_omni.config.tasks import SpeechTask
+from sgl_omni.errors import OmniError
+from sgl_omni.server.backend import Backend, Payload, RequestHandle
+from sgl_omni.server.errors import omni_error_body
+from sgl_omni.server.metrics import Measurement, Metrics
+from sgl_omni.server.speech_request import CreateSpeech, SpeechCall, read_speech_call
+from sgl_omni.server.streaming import PipelineResponse
+
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def speech_router(
+    backend: Backend,
+    task: SpeechTask,
+    models: Sequence[str],
+    metrics: Metrics,
+    request_timeout: float | None = None,
+) -> APIRouter:
+    """The routes of a pipeline that speaks. ``models`` are the names it answers to, its own first."""
+    router = APIRouter(tags=["audio"])
+
+    @router.post("/v1/audio/speech", openapi_extra=_openapi())
+    async def create_speech(request: Request) -> Response:
+        """Speaks a text.
+
+        The audio is sent as it is made, at the model's own sample rate (`X-Sample-Rate`; OpenAI's `pcm` is
+        always 24 kHz, this one is not). OpenAI's stock voice names are spoken by the default voice.
+        """
+        measured = metrics.begin()
+        try:
+            call = await read_speech_call(request, task, models)
+            request_id = pipeline_request_id(request.state.request_id)
+            handle = backend.submit(call.payload, request_id=request_id, timeout=request_timeout)
+        except BaseException as error:
+            measured.fail(error)
+            raise
+        return speech_response(call, handle, task.sample_rate, measured)
+
+    @router.get("/v1/audio/voices")
+    async def list_voices() -> dict[str, Any]:
+        """The model's voices."""
+        return {"voices": [{"id": name, "name": name} for name in task.voices], "default": task.default_voice}
+
+    return router
+
+
+def pipeline_request_id(http_id: str) -> str:
+    """Unique within the pipeline even where a caller repeats an ``X-Request-Id``, and found by searching for it."""
+    return f"{http_id}-{uuid.uuid4().hex[:8]}"
+
+
+def speech_response(call: SpeechCall, handle: RequestHandle, sample_rate: int, measured: Measurement) -> Response:
+    """The response in the shape that was asked for."""
+    headers = {"X-Sample-Rate": str(sample_rate)}
+    audio = spoken(handle, measured)
+    if call.whole:
+        body = whole_file(audio, call.format, sample_rate)
+        return PipelineResponse(handle, body, measured, MEDIA_TYPES[call.format], headers, whole=True)
+    pieces = encoded(audio, call.format, sample_rate)
+    headers |= STREAM_HEADERS
+    if call.events:
+        events = speech_events(pieces, handle)
+        return PipelineResponse(handle, events, measured, "text/event-stream", headers, last_words=error_event)
+    return PipelineResponse(handle, pieces, measured, MEDIA_TYPES[call.format], headers)
+
+
+async def spoken(handle: RequestHandle, measured: Measurement) -> AsyncIterator[NDArray[np.float32]]:
+    """The audio of a request, as the pipeline streams it."""
+    async for chunk in handle:
+        samples = chunk.payload.get("audio")
+        if samples is None:
+            continue
+        measured.audio(len(samples), chunk.payload["sample_rate"])
+        yield samples
+
+
+async def encoded(audio: AsyncIterator[NDArray[np.float32]], format: str, sample_rate: int) -> AsyncIterator[bytes]:
+    """One piece a chunk of audio (some may be empty), the file's header in the first."""
+    target = encoder(format, sample_rate)
+    header = target.start()
+    async for samples in audio:
+        data = await asyncio.to_thread(target.feed, samples) if target.heavy else target.feed(samples)
+        yield header + data
+        header = b""
+    yield header + target.finish()
+
+
+async def whole_file(audio: AsyncIterator[NDArray[np.float32]], format: str, sample_rate: int) -> AsyncIterator[bytes]:
+    chunks = [samples async for samples in audio]
+    yield await asyncio.to_thread(encode, format, sample_rate, chunks)
+
+
+async def speech_events(pieces: AsyncIterator[bytes], handle: RequestHandle) -> AsyncIterator[bytes]:
+    """OpenAI's server-sent events: the encoded audio in base64, then what it took."""
+    async for data in pieces:
+        if data:
+            yield event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
+    yield event({"type": "speech.audio.done", "usage": usage(await handle.result())})
+
+
+def usage(result: dict[str, Payload]) -> dict[str, int]:
+    """Token counts of the terminal stages that report them."""
+    used = {key: sum(payload.get(key, 0) for payload in result.values()) for key in ("input_tokens", "output_tokens")}
+    return used | {"total_tokens": sum(used.values())}
+
+
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
+    prefix = f"event: {name}\n" if name else ""
+    return f"{prefix}data: {json.dumps(data)}\n\n".encode()
+
+
+def error_event(error: OmniError) -> bytes:
+    return event({"type": "error", **omni_error_body(error)}, name="error")
+
+
+def _openapi() -> dict[str, Any]:
+    content = {"application/json": {"schema": CreateSpeech.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}

@@ -1,0 +1,60 @@
+"""Fixtures of the tests that run real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sgl_omni.runtime.pipeline import Pipeline
+from sgl_omni.topology.plan import Plan
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)
+
+Start = Callable[..., Awaitable[Pipeline]]
+
+
+@pytest.fixture(autouse=True)
+def own_run_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run folders of a test lie in a folder of its own, so that what is left can be counted."""
+    folder = tmp_path_factory.mktemp("run")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+async def start(own_run_folder: Path) -> AsyncIterator[Start]:
+    """Starts a pipeline from a plan; stops it after the test and checks that nothing is left of it."""
+    pipelines: list[Pipeline] = []
+
+    async def begin(plan: Plan, **options: Any) -> Pipeline:
+        pipeline = Pipeline(plan, **options)
+        pipelines.append(pipeline)
+        await pipeline.start()
+        return pipeline
+
+    before = children()
+    yield begin
+    for pipeline in pipelines:
+        await pipeline.stop(drain_timeout=0)
+    assert children() <= before, "a child process outlived its pipeline"
+    assert not list((own_run_folder / "sgl-omni").glob("run-*")), "a run folder outlived its pipeline"
+
+
+def children() -> set[int]:
+    return {p.pid for p in psutil.Process().children(recursive=True)}
+
+
+async def eventually(condition: Callable[[], bool], seconds: float = 8.0) -> None:
+    """Waits until `condition` holds."""
+    end = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        assert asyncio.get_running_loop().time() < end, "the condition did not come true in time"
+        await asyncio.sleep(0.02)

@@ -1,0 +1,221 @@
+"""Stages that the runtime tests put into pipelines; imported by the worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sgl_omni.engine.interface import EngineOutput
+from sgl_omni.errors import InvalidRequest
+from sgl_omni.runtime.stage import BatchStage, EngineStage, FunctionStage, Payload, Request, StreamStage
+
+
+def tag(name: str = "tag", concurrency: int = 64) -> FunctionStage:
+    """Appends its name and pid to the payload's trail."""
+
+    async def run(payload: Payload, request: Request) -> Payload:
+        return {**payload, "trail": [*payload.get("trail", []), name], "pids": [*payload.get("pids", []), os.getpid()]}
+
+    return FunctionStage(run, concurrency)
+
+
+def plain(name: str = "plain", concurrency: int = 4) -> FunctionStage:
+    """The same in a thread."""
+
+    def run(payload: Payload, request: Request) -> Payload:
+        return {**payload, "trail": [*payload.get("trail", []), name], "pids": [*payload.get("pids", []), os.getpid()]}
+
+    return FunctionStage(run, concurrency)
+
+
+def obey(concurrency: int = 64) -> FunctionStage:
+    """Does what the payload's `do` says."""
+
+    async def run(payload: Payload, request: Request) -> Payload:
+        match payload.get("do"):
+            case "raise":
+                raise RuntimeError("the stage was told to raise")
+            case "invalid":
+                raise InvalidRequest("the stage refuses this input", "input")
+            case "sleep":
+                await asyncio.sleep(payload["seconds"])
+            case "object":
+                return {"bad": {"inner": object()}}
+            case "none":
+                return None  # type: ignore[return-value]
+            case "exit":
+                os._exit(payload["status"])
+            case "stream":
+                for i in range(payload["count"]):
+                    await request.emit({"i": i})
+        return payload
+
+    return FunctionStage(run, concurrency)
+
+
+def sleepy_thread(concurrency: int = 1) -> FunctionStage:
+    """Blocks a thread for the seconds that the payload says."""
+
+    def run(payload: Payload, request: Request) -> Payload:
+        end = time.monotonic() + payload.get("seconds", 0)
+        while time.monotonic() < end and not request.aborted:
+            time.sleep(0.005)
+        return payload
+
+    return FunctionStage(run, concurrency)
+
+
+def double() -> FunctionStage:
+    """Doubles an array in place: what a stage receives is its own."""
+
+    async def run(payload: Payload, request: Request) -> Payload:
+        payload["data"] *= 2
+        return payload
+
+    return FunctionStage(run, 64)
+
+
+def merge_trails(inputs: dict[str, Payload]) -> Payload:
+    return {"trail": sorted(t for p in inputs.values() for t in p["trail"]), "sources": sorted(inputs)}
+
+
+def route_by_payload(request_id: str, payload: Payload) -> Any:
+    return payload["to"]
+
+
+def batch(max_size: int = 4, max_wait_ms: float = 20.0) -> BatchStage:
+    """Answers with the size of its batch; an input of `bad` fails alone, one of `all` fails the whole batch."""
+
+    def run(payloads: list[Payload]) -> Sequence[Payload | Exception]:
+        if any(p.get("all") for p in payloads):
+            raise RuntimeError("the whole batch fails")
+        return [ValueError("bad input") if p.get("bad") else {**p, "batch": len(payloads)} for p in payloads]
+
+    return BatchStage(run, max_size, max_wait_ms)
+
+
+def stream_source(stream_count: int = 5) -> FunctionStage:
+    """Streams `count` numbered chunks, then passes the payload on."""
+
+    async def run(payload: Payload, request: Request) -> Payload:
+        for i in range(payload.get("count", stream_count)):
+            await request.emit({"i": i, "data": np.full(payload.get("size", 1), i, dtype=np.float32)})
+            await asyncio.sleep(payload.get("pause", 0))
+        return payload
+
+    return FunctionStage(run, 64)
+
+
+class Squares(StreamStage[dict[str, Any]]):
+    """Streams each number's square on; its result counts them."""
+
+    concurrency = 2
+
+    def __init__(self) -> None:
+        self.open_states = 0
+
+    def open(self, request: Request) -> dict[str, Any]:
+        self.open_states += 1
+        return {"count": 0}
+
+    def feed(self, state: dict[str, Any], chunk: Payload) -> Iterable[Payload]:
+        if chunk["i"] == 1313:
+            raise RuntimeError("unlucky chunk")
+        state["count"] += 1
+        yield {"square": chunk["i"] ** 2, "mean": float(chunk["data"].mean())}
+
+    def flush(self, state: dict[str, Any]) -> Iterable[Payload]:
+        yield {"square": -1, "mean": 0.0}
+
+    def result(self, state: dict[str, Any], payload: Payload) -> Payload:
+        return {**payload, "count_seen": state["count"], "pid": os.getpid(), "still_open": self.open_states - 1}
+
+    def close(self, state: dict[str, Any]) -> None:
+        self.open_states -= 1
+
+
+def squares() -> Squares:
+    return Squares()
+
+
+class CountingEngine:
+    """Each step gives one token to every running request, `n` tokens in all; at most `rows` run."""
+
+    def __init__(self, rows: int, step_ms: float) -> None:
+        self._rows = rows
+        self._step_ms = step_ms
+        self._waiting: deque[tuple[str, Payload]] = deque()
+        self._running: dict[str, list[int]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def add(self, request_id: str, payload: Payload) -> None:
+        if payload["n"] > 1000:
+            raise InvalidRequest("n is at most 1000", "n")
+        self._waiting.append((request_id, payload))
+
+    def abort(self, request_id: str) -> None:
+        self._running.pop(request_id, None)
+        self._waiting = deque(item for item in self._waiting if item[0] != request_id)
+
+    def step(self) -> list[EngineOutput]:
+        while self._waiting and len(self._running) < self._rows:
+            request_id, payload = self._waiting.popleft()
+            self._running[request_id] = [0, payload["n"], payload.get("poison", -1)]
+        time.sleep(self._step_ms / 1000)
+        outputs = []
+        for request_id, state in list(self._running.items()):
+            if state[0] == state[2]:
+                raise RuntimeError("poisoned step")
+            output = EngineOutput(request_id, chunks=[{"i": state[0], "data": np.full(4, state[0], np.float32)}])
+            state[0] += 1
+            if state[0] == state[1]:
+                output.result = {"tokens": state[0]}
+                del self._running[request_id]
+            outputs.append(output)
+        return outputs
+
+    def stats(self) -> dict[str, float]:
+        return {"running": len(self._running), "queued": len(self._waiting)}
+
+
+def engine(rows: int = 8, step_ms: float = 1.0) -> EngineStage:
+    return EngineStage(CountingEngine(rows, step_ms))
+
+
+def broken_factory() -> FunctionStage:
+    raise OSError("the checkpoint is not where it should be")
+
+
+def dying_factory(status: int = 3) -> FunctionStage:
+    print("last words of the child", file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+def slow_factory(seconds: float = 60.0) -> FunctionStage:
+    time.sleep(seconds)
+    return tag()
+
+
+def no_stage() -> int:
+    return 42
+
+
+def with_grandchild() -> FunctionStage:
+    """Has a child process of its own, whose pid it tells."""
+    child = subprocess.Popen(["sleep", "1000"])
+
+    async def run(payload: Payload, request: Request) -> Payload:
+        return {"grandchild": child.pid}
+
+    return FunctionStage(run, 8)
