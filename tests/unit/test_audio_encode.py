@@ -20,12 +20,7 @@ def streamed(format: str, samples: np.ndarray = SPEECHLIKE, rate: int = RATE, st
 
 
 def decoded(data: bytes) -> tuple[np.ndarray, int]:
-    """Read block by block, as a player does: a streamed FLAC does not state its length."""
-    with soundfile.SoundFile(io.BytesIO(data)) as file:
-        blocks = []
-        while len(block := file.read(4096, dtype="float32")):
-            blocks.append(block)
-        return np.concatenate(blocks), file.samplerate
+    return soundfile.read(io.BytesIO(data), dtype="float32")
 
 
 def test_every_format_but_aac_is_available():
@@ -52,10 +47,14 @@ def test_int16_clips_and_rounds():
 
 @pytest.mark.parametrize("format", ["wav", "flac"])
 def test_lossless_formats_give_the_samples_back(format):
-    for data in (b"".join(streamed(format)), encode(format, RATE, [SPEECHLIKE])):
-        samples, rate = decoded(data)
-        assert rate == RATE
-        assert np.array_equal(np.rint(samples * 32768), int16(SPEECHLIKE))
+    samples, rate = decoded(encode(format, RATE, [SPEECHLIKE]))
+    assert rate == RATE
+    assert np.array_equal(np.rint(samples * 32768), int16(SPEECHLIKE))
+
+
+@pytest.mark.parametrize(("format", "header_bytes"), [("wav", 44), ("flac", 42)])
+def test_a_streamed_file_differs_from_a_whole_one_in_its_header_alone(format, header_bytes):
+    assert b"".join(streamed(format))[header_bytes:] == encode(format, RATE, [SPEECHLIKE])[header_bytes:]
 
 
 def test_pcm_is_bare_little_endian_samples():
@@ -72,7 +71,7 @@ def test_lossy_formats_keep_tone_level_and_duration(format, rate):
         assert len(samples) / rate == pytest.approx(2.0, abs=0.13)
         peak = np.argmax(np.abs(np.fft.rfft(samples))) * rate / len(samples)
         assert peak == pytest.approx(440, abs=1)
-        assert np.std(samples[rate // 2 : rate]) == pytest.approx(np.std(tone), rel=0.05)
+        assert np.std(samples[rate // 2 : rate]) == pytest.approx(np.std(tone), rel=0.1)
 
 
 @pytest.mark.parametrize("format", ["wav", "pcm", "mp3", "opus", "flac"])

@@ -130,7 +130,8 @@ def _read_file(path: Path) -> Document:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        place = Origin("file", f"{path}:{raw[: error.start].count(b'\n') + 1}")
+        line = raw[: error.start].count(b"\n") + 1
+        place = Origin("file", f"{path}:{line}")
         raise PlanError([Violation(code="PLAN-020", message="this is not UTF-8 text", place=place)]) from error
     return read_yaml(text, str(path))
 
@@ -188,9 +189,8 @@ class _FileTree:
         )
 
     def origin(self, path: KeyPath) -> Origin:
-        for length in (2,):
-            if path[:length] in self.renamed:
-                path = (*self.renamed[path[:length]], *path[length:])
+        if path[:2] in self.renamed:
+            path = (*self.renamed[path[:2]], *path[2:])
         return self.document.origin(path)
 
     def _by_name(self, stages: list[Any], problems: list[Violation]) -> Tree:

@@ -110,10 +110,10 @@ def _pack_array(value: np.ndarray[Any, Any], stage: str, path: str, store: Store
 def _pack_tensor(value: torch.Tensor, store: Store) -> msgspec.msgpack.Ext:
     import torch
 
-    plain = value.detach().cpu()
+    plain = value.detach().cpu().resolve_conj().resolve_neg()
     dtype = str(plain.dtype).removeprefix("torch.")
     if dtype in _TORCH_ONLY:
-        return _wire("tensor", dtype, tuple(plain.shape), plain.contiguous().view(torch.uint8).numpy(), store)
+        return _wire("tensor", dtype, tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy(), store)
     return _wire("tensor", dtype, tuple(plain.shape), plain.numpy(), store)
 
 

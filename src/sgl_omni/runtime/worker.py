@@ -311,6 +311,7 @@ class Worker:
             text = str(error) if invalid or isinstance(error, PayloadError) else f"{type(error).__name__}: {error}"
             kind, param = ("invalid", error.param) if isinstance(error, InvalidRequest) else ("error", None)
             self._control.send(Failure(request.id, request.stage, self._instance.name, kind, text, param))
+        _forget_frames(error)
         self.discard(request)
 
     def discard(self, request: StageRequest) -> None:
@@ -377,6 +378,14 @@ class Worker:
         for stage, runner in self._runners.items():
             gauges |= {f"{stage}.{key}": value for key, value in runner.gauges().items()}
         return gauges
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """An error that a frame holds and whose traceback holds the frame is a cycle: without this, the buffers in the
+    frame's variables would stay with us until the garbage collector happens to run."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 def socket_path(run_dir: Path, index: int) -> Path:

@@ -106,6 +106,7 @@ class Plan:
     sharing_groups: tuple[SharingGroup, ...] = ()
     mps: dict[int, tuple[str, ...]] = field(default_factory=dict)
     on_process_exit: ExitPolicy = "stop"
+    warnings: tuple[str, ...] = ()
 
     def stage(self, name: str) -> StagePlan:
         return next(s for s in self.stages if s.name == name)

@@ -1,0 +1,198 @@
+"""`build_plan`: every rule, then the frozen Plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from sgl_omni.config.load import ResolvedConfig
+from sgl_omni.config.violations import PlanError, Violation
+from sgl_omni.topology.findings import Findings
+from sgl_omni.topology.host import Host
+from sgl_omni.topology.placement import Placed, place
+from sgl_omni.topology.plan import (
+    EdgePlan,
+    InstancePlan,
+    Plan,
+    PlatformName,
+    ProcessPlan,
+    SharingGroup,
+    StagePlan,
+    Transport,
+)
+from sgl_omni.topology.processes import ProcessGroup, fuse, group_stages
+
+
+def build_plan(resolved: ResolvedConfig, host: Host, environ: Mapping[str, str] | None = None) -> Plan:
+    """Decides everything that can be decided before a process exists.
+
+    Args:
+        environ: the environment of the server (its own where None); some variables forbid some plans.
+
+    Raises:
+        PlanError: with every violation, those of reading the configuration included.
+    """
+    found = Findings(resolved, host, dict(resolved.config.stages), os.environ if environ is None else environ)
+    fuse(found)
+    entry = None
+    groups = group_stages(found)
+    placed = place(found, groups)
+    sharing: tuple[SharingGroup, ...] = ()
+    mps: dict[int, tuple[str, ...]] = {}
+    _raise_if_refused(found)
+    return _plan(found, entry or next(iter(found.stages)), groups, placed, sharing, mps)
+
+
+def _raise_if_refused(found: Findings) -> None:
+    """Violations that only follow from a value that could not be read are left out."""
+    resolved = found.resolved
+    unread = {str(path[1]) for path in resolved.unread if len(path) > 1}
+    unread |= {found.stages[s].process or s for s in unread if s in found.stages}
+    own = [v for v in found.violations if not unread.intersection(v.about)]
+    if resolved.violations or own:
+        raise PlanError(sorted((*resolved.violations, *own), key=_order))
+
+
+def _order(violation: Violation) -> tuple[str, str]:
+    return (violation.code, "")
+
+
+def _plan(
+    found: Findings,
+    entry: str,
+    groups: tuple[ProcessGroup, ...],
+    placed: tuple[Placed, ...],
+    sharing: tuple[SharingGroup, ...],
+    mps: dict[int, tuple[str, ...]],
+) -> Plan:
+    resolved = found.resolved
+    followers = {name for group in sharing for name in group.followers}
+    return Plan(
+        name=resolved.config.name or resolved.class_name or "pipeline",
+        model_path=resolved.model_path,
+        platform=found.host.platform,
+        entry=entry,
+        stages=_stages(found, groups, placed),
+        processes=tuple(
+            ProcessPlan(
+                name=g.name, stages=g.stages, num_replicas=g.num_replicas, tp_size=g.tp_size, policy=g.policy
+            )
+            for g in groups
+        ),
+        instances=_instances(found, placed, sharing, mps),
+        edges=_edges(found),
+        spawn_waves=_waves(placed, followers),
+        shutdown_order=tuple(reversed(_waves(placed, followers))),
+        sharing_groups=sharing,
+        mps=mps,
+        on_process_exit=resolved.config.on_process_exit,
+        warnings=tuple(found.warnings),
+    )
+
+
+def _stages(found: Findings, groups: tuple[ProcessGroup, ...], placed: tuple[Placed, ...]) -> tuple[StagePlan, ...]:
+    devices: dict[str, set[int]] = {}
+    for p in placed:
+        if p.device is not None:
+            devices.setdefault(p.group.name, set()).add(p.device)
+    process_of = {s: g.name for g in groups for s in g.stages}
+    engines = set(found.resolved.engine_stages)
+    return tuple(
+        StagePlan(
+            name=name,
+            process=process_of[name],
+            factory_path=stage.factory_path or "",
+            factory_args=dict(stage.factory),
+            engine=_engine_settings(stage.engine) if name in engines else None,
+            next=stage.next,
+            stream_to=stage.stream_to,
+            wait_for=stage.wait_for,
+            terminal=stage.terminal,
+            route_fn=stage.route_fn,
+            merge_fn=stage.merge_fn,
+            gpu=bool(stage.gpu),
+            budget_bytes=_budget_bytes(found, stage, devices.get(process_of[name], set())),
+            budget_fraction=stage.gpu_memory_fraction,
+            enforce_budget=stage.enforce_total_reserve,
+        )
+        for name, stage in found.stages.items()
+    )
+
+
+def _engine_settings(engine: Any) -> dict[str, Any]:
+    from sgl_omni.config.schema import EngineConfig
+
+    settings = engine or EngineConfig()
+    return {key: value for key, value in settings.model_dump().items() if value is not None}
+
+
+def _budget_bytes(found: Findings, stage: Any, devices: set[int]) -> int | None:
+    """Bytes as declared, or the fraction of the GPUs' memory where all have the same, known one."""
+    if stage.total_reserve_bytes is not None or stage.gpu_memory_fraction is None:
+        return stage.total_reserve_bytes  # type: ignore[no-any-return]
+    sizes = {found.host.memory(d) for d in devices}
+    size = sizes.pop() if len(sizes) == 1 else None
+    return int(size * stage.gpu_memory_fraction) if size is not None else None
+
+
+def _instances(
+    found: Findings,
+    placed: tuple[Placed, ...],
+    sharing: tuple[SharingGroup, ...],
+    mps: dict[int, tuple[str, ...]],
+) -> tuple[InstancePlan, ...]:
+    leader_of = {follower: group.leader for group in sharing for follower in group.followers}
+    leaders = {group.leader for group in sharing}
+    clients = {name for names in mps.values() for name in names}
+    environment = {p.group.name: _environment(found, p.group) for p in placed}
+    return tuple(
+        InstancePlan(
+            name=p.name,
+            process=p.group.name,
+            stages=p.group.stages,
+            replica=p.replica,
+            rank=p.rank,
+            device=p.device,
+            env=environment[p.group.name],
+            cpu_cores=p.cores,
+            weight_role="leader" if p.name in leaders else "follower" if p.name in leader_of else "own",
+            weight_leader=leader_of.get(p.name),
+            mps=p.name in clients,
+        )
+        for p in placed
+    )
+
+
+def _environment(found: Findings, group: ProcessGroup) -> dict[str, str]:
+    merged: dict[str, str] = {}
+    for stage in group.stages:
+        merged.update(found.stages[stage].env)
+    return merged
+
+
+def _edges(found: Findings) -> tuple[EdgePlan, ...]:
+    edges: list[EdgePlan] = []
+    process_of = {name: stage.process or name for name, stage in found.stages.items()}
+    gpu = {name: bool(stage.gpu) for name, stage in found.stages.items()}
+    for name, stage in found.stages.items():
+        for target in stage.next:
+            transport = _transport(found.host.platform, process_of[name] == process_of[target], gpu[name] and gpu[target])
+            edges.append(EdgePlan(source=name, target=target, kind="payload", transport=transport))
+        for target in stage.stream_to:
+            transport = _transport(found.host.platform, process_of[name] == process_of[target], gpu[name] and gpu[target])
+            edges.append(EdgePlan(source=name, target=target, kind="stream", transport=transport))
+    return tuple(edges)
+
+
+def _transport(platform: PlatformName, same_process: bool, both_on_gpu: bool) -> Transport:
+    """The transport that locality gives an edge. GPU tensors still travel through host memory."""
+    return "local" if same_process else "shm"
+
+
+def _waves(placed: tuple[Placed, ...], followers: set[str]) -> tuple[tuple[str, ...], ...]:
+    """All at once, except that followers wait for their leaders; TP ranks come last in a wave."""
+    ordered = sorted(placed, key=lambda p: p.group.tp_size > 1)
+    first = tuple(p.name for p in ordered if p.name not in followers)
+    second = tuple(p.name for p in ordered if p.name in followers)
+    return (first, second) if second else (first,)
