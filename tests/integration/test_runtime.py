@@ -41,7 +41,8 @@ async def collect(handle: RequestHandle) -> list[dict[str, Any]]:
 async def tables(pipeline: Pipeline) -> dict[str, float]:
     """The per-request tables of all instances, added up."""
     total: Counter[str] = Counter()
-    for gauges in (await pipeline.stats())["instances"].values():
+    await pipeline.refresh()
+    for gauges in pipeline.stats()["instances"].values():
         for key, value in gauges.items():
             if key in ("requests", "in_flight", "shm_segments_out", "shm_segments_in"):
                 total[key] += value
@@ -312,7 +313,8 @@ async def test_abort_is_idempotent_and_frees_threads_coroutines_and_queues(start
             await handle.result()
     await assert_empty(pipeline)
     await asyncio.sleep(TOMBSTONE_SECONDS + 0.5)
-    assert not any(i["aborted_ids"] for i in (await pipeline.stats())["instances"].values())
+    await pipeline.refresh()
+    assert not any(i["aborted_ids"] for i in pipeline.stats()["instances"].values())
 
 
 async def test_a_full_server_refuses_at_once_and_recovers(start: Start) -> None:

@@ -43,7 +43,7 @@ def command(out: Path, text: str, voice: str | None, port: int, once: bool) -> N
         if not once:
             click.echo(f"\nServing on {url} until Ctrl-C. Try:\n")
             click.echo(f"  curl {url}/v1/audio/speech -H 'Content-Type: application/json' \\")
-            click.echo("    -d '{\"model\": \"demo-voice\", \"input\": \"Good morning.\", \"response_format\": \"wav\"}' > a.wav")
+            click.echo('    -d \'{"model": "demo-voice", "input": "Good morning.", "response_format": "wav"}\' > a.wav')
             server.wait()
     except KeyboardInterrupt:
         click.echo("\nstopping")

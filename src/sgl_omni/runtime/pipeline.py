@@ -131,9 +131,12 @@ class Pipeline:
             ],
         }
 
-    async def stats(self) -> dict[str, Any]:
-        """Counters, and the gauges that every instance gives when asked now."""
+    async def refresh(self) -> None:
+        """Asks every instance for its gauges, so that `stats` tells how things are now."""
         await self.supervisor.refresh_gauges()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, and the gauges that every instance gave when last asked."""
         return {
             "requests_total": {k: self.coordinator.outcomes[k] for k in ("ok", "error", "aborted", "rejected")},
             "in_flight": self.coordinator.pending,

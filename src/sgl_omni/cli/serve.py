@@ -1,0 +1,171 @@
+"""`sgl-omni serve`: plan, print the plan, run it behind HTTP until a signal or a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.topology.plan import Plan
+
+if TYPE_CHECKING:
+    from sgl_omni.config.tasks import SpeechTask
+    from sgl_omni.runtime.pipeline import Pipeline
+
+log = logging.getLogger("sgl_omni.serve")
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.option("--config", "config_path", type=click.Path(path_type=Path), help="YAML configuration.")
+@click.option("--model-path", help="Model id or folder; picks the pipeline class where no --config does.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8091, show_default=True, help="Port to listen on; 0 takes a free one.")
+@click.option(
+    "--platform",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="What stages run on; `auto` takes CUDA where there is a GPU and a torch that can use it.",
+)
+@click.option(
+    "--virtual-gpu-memory",
+    default="4GiB",
+    show_default=True,
+    help="On the CPU platform, the memory of each virtual GPU.",
+)
+@click.option("--max-in-flight", default=256, show_default=True, help="Requests admitted at once; more get a 503.")
+@click.option("--request-timeout", default=600.0, show_default=True, help="Seconds until a request is aborted.")
+@click.option("--startup-timeout", default=600.0, show_default=True, help="Seconds that a wave of processes may take.")
+@click.option("--drain-timeout", default=30.0, show_default=True, help="Seconds that requests get to end at shutdown.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    config_path: Path | None,
+    model_path: str | None,
+    host: str,
+    port: int,
+    platform: str,
+    virtual_gpu_memory: str,
+    **limits: Any,
+) -> None:
+    """Start a pipeline and its HTTP server.
+
+    Every key of the configuration can be overridden by a dotted flag, for example `--vocoder.process vocoder`,
+    `--processes.tts_engine.num_replicas 2` or `--mps auto`.
+
+    Exit status: 0 after a signal, 1 when the start or a process failed.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if config_path is None and model_path is None:
+        raise click.UsageError("give --config FILE, --model-path MODEL, or both")
+    plan, task, names = prepare(config_path, model_path, ctx.args, platform, virtual_gpu_memory)
+    import uvloop
+
+    sys.exit(uvloop.run(serve(plan, task, names, host=host, port=port, **limits)))
+
+
+def prepare(
+    config_path: Path | None, model_path: str | None, flags: list[str], platform: str, virtual_gpu_memory: str
+) -> tuple[Plan, SpeechTask | None, list[str]]:
+    """The plan, what it serves, and the names that requests may give the model."""
+    from sgl_omni.config.load import load_config
+    from sgl_omni.config.scalars import parse_bytes
+    from sgl_omni.gpu.devices import detect_platform
+    from sgl_omni.models.registry import PipelineRegistry
+    from sgl_omni.topology.builder import build_plan
+    from sgl_omni.topology.host import cuda_host, virtual_host
+    from sgl_omni.topology.render import print_layout
+
+    resolved = load_config(config_path, flags, registry=PipelineRegistry(), model_path=model_path)
+    chosen = detect_platform() if platform == "auto" else platform
+    host = virtual_host(parse_bytes(virtual_gpu_memory)) if chosen == "cpu" else cuda_host(None)
+    plan = build_plan(resolved, host)
+    print_layout(plan, host)
+    task = None
+    if resolved.model_path is not None:
+        try:
+            task = resolved.cls.speech_task(resolved.model_path)
+        except InvalidRequest as error:
+            raise StartupError(str(error)) from error
+    given = resolved.config.model_path or plan.name
+    return plan, task, list(dict.fromkeys([given, plan.name]))
+
+
+async def serve(
+    plan: Plan,
+    task: SpeechTask | None,
+    names: list[str],
+    *,
+    host: str,
+    port: int,
+    max_in_flight: int,
+    request_timeout: float,
+    startup_timeout: float,
+    drain_timeout: float,
+) -> int:
+    """Runs until a signal (0) or a failure (1). A second signal ends everything at once."""
+    from sgl_omni.runtime.pipeline import Pipeline
+    from sgl_omni.server.app import create_app
+    from sgl_omni.server.serve import HttpServer, bind
+
+    sock = bind(host, port)  # before any process exists
+    stopping = asyncio.Event()
+    pipeline = Pipeline(
+        plan, max_in_flight=max_in_flight, request_timeout=request_timeout, startup_timeout=startup_timeout
+    )
+    http = HttpServer(create_app(pipeline, task, names[0], aliases=names[1:]), sock)
+    _on_signals(stopping, pipeline, http.kill)
+    serving = asyncio.create_task(http.run())
+    try:
+        if not await _start(pipeline, stopping):
+            return 0
+        log.info("ready: %s on %s", names[0], http.url)
+        failed = asyncio.create_task(pipeline.failed())
+        signalled = asyncio.create_task(stopping.wait())
+        await asyncio.wait([failed, signalled, serving], return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
+        if failed.done():
+            log.error("the pipeline stops: %s", failed.result())
+            await pipeline.stop(drain_timeout=0)
+            return 1
+        failed.cancel()
+        log.info("shutting down; requests in flight get %g s", drain_timeout)
+        await pipeline.stop(drain_timeout)
+        return 0
+    finally:
+        http.stop()
+        await serving
+
+
+async def _start(pipeline: Pipeline, stopping: asyncio.Event) -> bool:
+    """False: a signal came first, and what had been started has ended again."""
+    starting = asyncio.create_task(pipeline.start())
+    signalled = asyncio.create_task(stopping.wait())
+    await asyncio.wait([starting, signalled], return_when=asyncio.FIRST_COMPLETED)
+    signalled.cancel()
+    if starting.done():
+        starting.result()
+        return True
+    starting.cancel()
+    await asyncio.wait([starting])
+    return False
+
+
+def _on_signals(stopping: asyncio.Event, pipeline: Pipeline, kill_http: Callable[[], None]) -> None:
+    def on_signal() -> None:
+        if not stopping.is_set():
+            stopping.set()
+            return
+        pipeline.kill()
+        kill_http()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
