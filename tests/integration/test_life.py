@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from conftest import HERE, Start, children, eventually
 from plans import plan_of, stage
-
 from sgl_omni.errors import Overloaded, ProcessExited, RequestAborted, StartupError
 from sgl_omni.runtime.pipeline import Pipeline
 from sgl_omni.runtime.rundir import RunDir
@@ -163,7 +163,7 @@ asyncio.run(main())
 
 
 async def test_a_killed_server_takes_its_children_along_and_the_next_start_cleans_up(own_run_folder: Path) -> None:
-    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     pids = [int(p) for p in server.stdout.readline().split()]
     grandchildren = [c.pid for p in pids for c in psutil.Process(p).children()]

@@ -13,7 +13,6 @@ TASK = SpeechTask(voices=("anna",), default_voice="anna", sample_rate=16000)
 
 STATS = {
     "requests_total": {"ok": 5, "error": 1, "aborted": 2, "rejected": 3},
-    "in_flight": 4,
     "late_messages": 6,
     "instances": {
         "speech@r0": {"in_flight": 3, "up": 1, "restarts": 0, "kv_tokens_used": 128, "device": "cuda:0"},
@@ -24,6 +23,7 @@ STATS = {
 
 class IdleBackend:
     status = "ready"
+    in_flight = 0
 
     def submit(self, payload, *, outputs=None, request_id=None, timeout=None):
         raise AssertionError("nothing is submitted here")
@@ -31,8 +31,11 @@ class IdleBackend:
     def health(self) -> dict:
         return {"status": self.status, "model": "org/demo", "instances": [{"name": "speech@r0", "state": "ready"}]}
 
+    async def refresh(self) -> None:
+        self.in_flight = 4
+
     def stats(self) -> dict:
-        return STATS
+        return STATS | {"in_flight": self.in_flight}
 
 
 def client_of(app) -> httpx.AsyncClient:

@@ -106,11 +106,14 @@ class FakeBackend:
     def submit(self, payload, *, outputs=None, request_id=None, timeout=None) -> FakeHandle:
         if self.full:
             raise Overloaded("8 requests are in flight, the most this server takes", retry_after=2.3)
-        self.handles.append(FakeHandle(request_id, payload, self.script))
+        self.handles.append(FakeHandle(f"{request_id}.{len(self.handles)}", payload, self.script))
         return self.handles[-1]
 
     def health(self) -> dict:
         return {"status": "ready", "model": "demo", "instances": []}
+
+    async def refresh(self) -> None:
+        return
 
     def stats(self) -> dict:
         return {}
@@ -153,7 +156,7 @@ async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
 
 async def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - conditions are plain reads of the fake
+        while not condition():
             await asyncio.sleep(0.005)
 
 
@@ -482,8 +485,7 @@ async def test_request_ids(http, backend):
     named = await http.post("/v1/audio/speech", json=SAY, headers={"X-Request-Id": "abc-1"})
     again = await http.post("/v1/audio/speech", json=SAY, headers={"X-Request-Id": "abc-1"})
     assert named.headers["x-request-id"] == again.headers["x-request-id"] == "abc-1"
-    assert all(handle.id.startswith("abc-1-") for handle in backend.handles)
-    assert backend.handles[0].id != backend.handles[1].id
+    assert [handle.id for handle in backend.handles] == ["abc-1.0", "abc-1.1"]
     for insane in ("a b", "x" * 129, "a\tb", ""):
         response = await http.get("/health", headers={"X-Request-Id": insane})
         assert response.headers["x-request-id"].startswith("req-")

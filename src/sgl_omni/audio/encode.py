@@ -72,7 +72,8 @@ LIBRARY_FORMATS = {
 
 def int16(samples: Samples) -> NDArray[np.int16]:
     """Clips to [-1, 1], scales by 32767 and rounds."""
-    return np.rint(np.clip(samples, -1.0, 1.0) * 32767.0).astype("<i2")
+    rounded: NDArray[np.int16] = np.rint(np.clip(samples, -1.0, 1.0) * 32767.0).astype("<i2")
+    return rounded
 
 
 def wav_header(sample_rate: int, data_bytes: int | None = None) -> bytes:

@@ -1,8 +1,7 @@
-"""Command-line overrides: ``--stage.key value``, ``--processes.p.num_replicas 2``, ``--mps on`` and bare engine flags."""
+"""Command-line overrides: ``--stage.key value``, ``--processes.p.num_replicas 2``, ``--mps on``, engine flags."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,7 +144,9 @@ def _path_of(flag: Flag, scope: FlagScope) -> tuple[str, ...] | Violation:
         what = "stage" if head == "stages" else "Process"
         message = f"flag {flag.text}: there is no {what} '{parts[1]}'; the {what} names are {', '.join(names)}"
         about = frozenset({parts[1]})
-        return Violation(code="PLAN-025", message=message, place=_place(flag), hint=nearest(parts[1], names), about=about)
+        return Violation(
+            code="PLAN-025", message=message, place=_place(flag), hint=nearest(parts[1], names), about=about
+        )
     return (head, name, *_normal((head, name), parts[2:]))
 
 
@@ -188,8 +189,3 @@ def _value(text: str, free: bool) -> Any:
         return text
     document = read_yaml(text, "flag")
     return document.violations[0] if document.violations else document.data
-
-
-def quoted(value: Any) -> str:
-    """A value as one writes it on a command line."""
-    return value if isinstance(value, str) else json.dumps(value)

@@ -76,7 +76,8 @@ def _size(value: object) -> int:
         try:
             size = whole(value)
         except PydanticCustomError:
-            raise _wrong('a number of bytes or exactly a whole number with a unit, as in "4GiB" or "512MiB"', value)
+            expected = 'a number of bytes or exactly a whole number with a unit, as in "4GiB" or "512MiB"'
+            raise _wrong(expected, value) from None
     if not 0 < size < 2**63:
         raise _wrong("more than 0 bytes and less than 8 EiB", value)
     return size
@@ -121,7 +122,7 @@ def _list_of(read: Callable[[object], T], what: str, separator: str = ",") -> Ca
         try:
             return tuple(read(element) for element in value)
         except PydanticCustomError:
-            raise _wrong(what, value)
+            raise _wrong(what, value) from None
 
     return read_all
 
@@ -180,7 +181,9 @@ _TEXT_LIST: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
 
 PositiveInt = Annotated[int, PlainValidator(at_least(1)), _schema("integer", minimum=1)]
 Fraction = Annotated[float, PlainValidator(_fraction), _schema("number", exclusiveMinimum=0, maximum=1)]
-OpenFraction = Annotated[float, PlainValidator(_open_fraction), _schema("number", exclusiveMinimum=0, exclusiveMaximum=1)]
+OpenFraction = Annotated[
+    float, PlainValidator(_open_fraction), _schema("number", exclusiveMinimum=0, exclusiveMaximum=1)
+]
 Size = Annotated[
     int,
     PlainValidator(_size),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from sgl_omni.config.scalars import (
     CoreSets,
@@ -23,16 +23,14 @@ from sgl_omni.config.scalars import (
 from sgl_omni.config.tasks import SpeechTask
 
 
-def _one_of(*options: str, switch: bool = False) -> Any:
-    return Annotated[
-        str, PlainValidator(choice(*options, switch=switch)), WithJsonSchema({"type": "string", "enum": list(options)})
-    ]
+def _one_of(*options: str, switch: bool = False) -> PlainValidator:
+    return PlainValidator(choice(*options, switch=switch), json_schema_input_type=Literal[options])
 
 
-MpsMode = _one_of("off", "auto", "on", switch=True)
-Switch = _one_of("off", "on", switch=True)
-Policy = _one_of("round_robin", "least_inflight")
-OnExit = _one_of("stop", "restart")
+MpsMode = Annotated[Literal["off", "auto", "on"], _one_of("off", "auto", "on", switch=True)]
+Switch = Annotated[Literal["off", "on"], _one_of("off", "on", switch=True)]
+Policy = Annotated[Literal["round_robin", "least_inflight"], _one_of("round_robin", "least_inflight")]
+OnExit = Annotated[Literal["stop", "restart"], _one_of("stop", "restart")]
 
 
 class _Section(BaseModel):
@@ -43,70 +41,81 @@ class EngineConfig(_Section):
     """Settings of an engine stage."""
 
     max_total_tokens: PositiveInt | None = Field(
-        None, description="Capacity of the KV pool in tokens. Weight sharing needs this or kv_cache_bytes."
+        default=None, description="Capacity of the KV pool in tokens. Weight sharing needs this or kv_cache_bytes."
     )
-    kv_cache_bytes: Size | None = Field(None, description='Size of the KV pool in bytes, or as "2GiB".')
+    kv_cache_bytes: Size | None = Field(default=None, description='Size of the KV pool in bytes, or as "2GiB".')
     mem_fraction_static: OpenFraction | None = Field(
-        None, description="Weights and KV pool together, as a fraction of the GPU's total memory."
+        default=None, description="Weights and KV pool together, as a fraction of the GPU's total memory."
     )
-    max_running_requests: PositiveInt = Field(64, description="Requests decoded together at most.")
-    cuda_graph_max_bs: PositiveInt = Field(64, description="Largest batch for which a CUDA graph is captured.")
+    max_running_requests: PositiveInt = Field(default=64, description="Requests decoded together at most.")
+    cuda_graph_max_bs: PositiveInt = Field(default=64, description="Largest batch for which a CUDA graph is captured.")
     chunked_prefill_tokens: PositiveInt | None = Field(
-        None, description="Prompt tokens prefilled in one step at most; longer prompts take several."
+        default=None, description="Prompt tokens prefilled in one step at most; longer prompts take several."
     )
-    dtype: Text | None = Field(None, description="Data type of weights and activations; the checkpoint's by default.")
-    page_size: PositiveInt | None = Field(None, description="Tokens per page of the KV pool.")
+    dtype: Text | None = Field(
+        default=None, description="Data type of weights and activations; the checkpoint's by default."
+    )
+    page_size: PositiveInt | None = Field(default=None, description="Tokens per page of the KV pool.")
 
 
 class StageConfig(_Section):
     """One logical unit of the pipeline."""
 
     process: Text | None = Field(
-        None, description="Name of the Process that the stage runs in. Stages of one name share an OS process."
+        default=None, description="Name of the Process that the stage runs in. Stages of one name share an OS process."
     )
-    gpu: Devices | None = Field(None, description="GPU id; for a TP stage one per rank; null for a CPU stage.")
-    tp_size: PositiveInt = Field(1, description="Ranks of a tensor-parallel stage; each is an OS process of its own.")
+    gpu: Devices | None = Field(default=None, description="GPU id; for a TP stage one per rank; null for a CPU stage.")
+    tp_size: PositiveInt = Field(
+        default=1, description="Ranks of a tensor-parallel stage; each is an OS process of its own."
+    )
     gpu_memory_fraction: Fraction | None = Field(
-        None, description="What the stage (each rank) may hold of the GPU's total memory, above 0 and at most 1."
+        default=None,
+        description="What the stage (each rank) may hold of the GPU's total memory, above 0 and at most 1.",
     )
     total_reserve_bytes: Size | None = Field(
-        None, description='The same budget as bytes or "4GiB". Excludes gpu_memory_fraction.'
+        default=None, description='The same budget as bytes or "4GiB". Excludes gpu_memory_fraction.'
     )
-    enforce_total_reserve: Flag = Field(False, description="The budget is also a cap on the process's allocator.")
-    next: Names = Field((), description="Stages that receive this stage's payload.")
-    stream_to: Names = Field((), description="Stages that receive this stage's chunks as they are made.")
-    wait_for: Names = Field((), description="Stages whose payloads a fan-in stage merges.")
-    terminal: Flag = Field(False, description="The stage's output goes to the client.")
-    route_fn: Text | None = Field(None, description="Import path of a function that picks among `next` per request.")
-    merge_fn: Text | None = Field(None, description="Import path of the function that merges `wait_for` payloads.")
+    enforce_total_reserve: Flag = Field(
+        default=False, description="The budget is also a cap on the process's allocator."
+    )
+    next: Names = Field(default=(), description="Stages that receive this stage's payload.")
+    stream_to: Names = Field(default=(), description="Stages that receive this stage's chunks as they are made.")
+    wait_for: Names = Field(default=(), description="Stages whose payloads a fan-in stage merges.")
+    terminal: Flag = Field(default=False, description="The stage's output goes to the client.")
+    route_fn: Text | None = Field(
+        default=None, description="Import path of a function that picks among `next` per request."
+    )
+    merge_fn: Text | None = Field(
+        default=None, description="Import path of the function that merges `wait_for` payloads."
+    )
     local_output: Flag = Field(
-        False, description="The stage's output cannot be serialised: its successors must share its Process."
+        default=False, description="The stage's output cannot be serialised: its successors must share its Process."
     )
-    factory_path: Text | None = Field(None, description="Import path of the function that builds the stage.")
-    factory: dict[str, Any] = Field({}, description="Keyword arguments of the factory.")
-    engine: EngineConfig | None = Field(None, description="Engine settings; engine stages only.")
-    env: dict[str, EnvValue] = Field({}, description="Environment variables of the stage's process.")
+    factory_path: Text | None = Field(default=None, description="Import path of the function that builds the stage.")
+    factory: dict[str, Any] = Field(default={}, description="Keyword arguments of the factory.")
+    engine: EngineConfig | None = Field(default=None, description="Engine settings; engine stages only.")
+    env: dict[str, EnvValue] = Field(default={}, description="Environment variables of the stage's process.")
 
 
 class ProcessConfig(_Section):
     """Copies and placement of one Process."""
 
-    num_replicas: PositiveInt = Field(1, description="Copies of the whole Process.")
+    num_replicas: PositiveInt = Field(default=1, description="Copies of the whole Process.")
     replica_devices: Devices | None = Field(
-        None, description="GPU id of each replica (TP size T: N x T ids). Overrides the stages' `gpu`."
+        default=None, description="GPU id of each replica (TP size T: N x T ids). Overrides the stages' `gpu`."
     )
-    replica_policy: Policy = Field("round_robin", description="How a request's replica is chosen.")
-    cpu_cores: CoreSets | None = Field(None, description='One core set per replica, as in ["0-9", "10-19"].')
+    replica_policy: Policy = Field(default="round_robin", description="How a request's replica is chosen.")
+    cpu_cores: CoreSets | None = Field(default=None, description='One core set per replica, as in ["0-9", "10-19"].')
 
 
 class PlacementConfig(_Section):
     """Limits that every GPU keeps."""
 
     max_total_gpu_memory_fraction_per_gpu: Fraction = Field(
-        1.0, description="What the budgets on one GPU may sum to, as a fraction of its total memory."
+        default=1.0, description="What the budgets on one GPU may sum to, as a fraction of its total memory."
     )
     require_memory_fraction_for_colocation: Flag = Field(
-        True, description="Whether every GPU stage must declare a budget where two Processes share a GPU."
+        default=True, description="Whether every GPU stage must declare a budget where two Processes share a GPU."
     )
 
 
@@ -120,20 +129,29 @@ class PipelineConfig(_Section):
     default_stages: ClassVar[dict[str, dict[str, Any]]] = {}
     default_processes: ClassVar[dict[str, dict[str, Any]]] = {}
     default_entry_stage: ClassVar[str | None] = None
+    shareable_architectures: ClassVar[tuple[str, ...]] = ()
 
     config_cls: Text | None = Field(
-        None, description="Registered pipeline class, or the import path of one (package.module.ClassName)."
+        default=None, description="Registered pipeline class, or the import path of one (package.module.ClassName)."
     )
-    name: Text | None = Field(None, description="Display name of the pipeline.")
-    model_path: Text | None = Field(None, description="Hugging Face id or folder of the checkpoint.")
-    entry_stage: Text | None = Field(None, description="Stage that receives requests; the one without input by default.")
-    stages: dict[str, StageConfig] = Field({}, description="Stage name -> its settings; a full list without a class.")
-    processes: dict[str, ProcessConfig] = Field({}, description="Process name -> replicas and placement.")
-    placement: PlacementConfig = Field(PlacementConfig(), description="Limits that every GPU keeps.")
-    mps: MpsMode = Field("off", description="CUDA MPS: off, auto (GPUs with two or more eligible processes) or on.")
-    weight_share: Switch = Field("off", description="Replicas of one Process on one GPU share one set of weights.")
-    fused_stages: StageGroups = Field((), description="Groups of adjacent stages to put in one Process each.")
-    on_process_exit: OnExit = Field("stop", description="What follows when a process dies: stop or restart.")
+    name: Text | None = Field(default=None, description="Display name of the pipeline.")
+    model_path: Text | None = Field(default=None, description="Hugging Face id or folder of the checkpoint.")
+    entry_stage: Text | None = Field(
+        default=None, description="Stage that receives requests; the one without input by default."
+    )
+    stages: dict[str, StageConfig] = Field(
+        default={}, description="Stage name -> its settings; a full list without a class."
+    )
+    processes: dict[str, ProcessConfig] = Field(default={}, description="Process name -> replicas and placement.")
+    placement: PlacementConfig = Field(default=PlacementConfig(), description="Limits that every GPU keeps.")
+    mps: MpsMode = Field(
+        default="off", description="CUDA MPS: off, auto (GPUs with two or more eligible processes) or on."
+    )
+    weight_share: Switch = Field(
+        default="off", description="Replicas of one Process on one GPU share one set of weights."
+    )
+    fused_stages: StageGroups = Field(default=(), description="Groups of adjacent stages to put in one Process each.")
+    on_process_exit: OnExit = Field(default="stop", description="What follows when a process dies: stop or restart.")
 
     @classmethod
     def resolve_model_path(cls, model_path: str) -> str:

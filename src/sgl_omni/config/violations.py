@@ -63,12 +63,12 @@ class PlanError(OmniError):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """The sentence that helps after an unknown name: the nearest valid one, or all of them."""
+    """What to write instead of an unknown name: the nearest valid one, or the choice."""
     names = list(valid)
     close = get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
-        return f"did you mean '{close[0]}'?"
-    return f"valid: {', '.join(names)}" if names else "there is none"
+        return close[0]
+    return f"one of {', '.join(names)}" if names else "nothing"
 
 
 def dotted(path: Iterable[str | int]) -> str:

@@ -67,9 +67,7 @@ def read_yaml(text: str, name: str) -> Document:
 
 
 def _refuse(document: Document, code: str, message: str, line: int) -> None:
-    document.violations.append(
-        Violation(code=code, message=message, place=Origin("file", f"{document.name}:{line}"))
-    )
+    document.violations.append(Violation(code=code, message=message, place=Origin("file", f"{document.name}:{line}")))
 
 
 def _compose(text: str) -> _Node | None:
@@ -83,7 +81,7 @@ def _compose(text: str) -> _Node | None:
             continue
         if not isinstance(event, yaml.NodeEvent):
             continue
-        line = event.start_mark.line + 1
+        line = event.start_mark.line + 1 if event.start_mark else 1
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in anchors:
                 raise _Unreadable(f"alias '*{event.anchor}' names no anchor above it", line)
@@ -109,7 +107,7 @@ def _compose(text: str) -> _Node | None:
 
 def _node_of(event: Any, line: int) -> _Node:
     if isinstance(event, yaml.ScalarEvent):
-        return _Node("scalar", line, event.value, plain=event.style is None, tag=event.tag)
+        return _Node("scalar", line, event.value, plain=not event.style, tag=event.tag)
     kind = "mapping" if isinstance(event, yaml.MappingStartEvent) else "sequence"
     return _Node(kind, line, tag=event.tag)
 
@@ -117,7 +115,7 @@ def _node_of(event: Any, line: int) -> _Node:
 class _Reader:
     def __init__(self, document: Document) -> None:
         self._document = document
-        self._scalars = yaml.SafeLoader("")
+        self._scalars: Any = yaml.SafeLoader("")
         self._count = 0
 
     def read(self, node: _Node, path: KeyPath, line: int | None = None) -> Any:
@@ -173,7 +171,11 @@ class _Reader:
     def _scalar(self, node: _Node, path: KeyPath) -> Any:
         if not node.plain and node.tag in (None, "!"):
             return node.value
-        tag = node.tag if node.tag not in (None, "!") else self._scalars.resolve(yaml.ScalarNode, node.value, (True, False))
+        tag = (
+            node.tag
+            if node.tag not in (None, "!")
+            else self._scalars.resolve(yaml.ScalarNode, node.value, (True, False))
+        )
         if tag == "tag:yaml.org,2002:str":
             return node.value
         if tag not in _SCALAR_TAGS:

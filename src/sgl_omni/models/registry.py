@@ -66,7 +66,7 @@ def _import_class(module: str, name: str) -> type[PipelineConfig]:
         found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         raise LookupError(f"module '{module}' of pipeline class '{name}' cannot be imported: {error}") from error
-    except Exception as error:  # noqa: BLE001 - the module is the user's code and may raise anything
+    except Exception as error:  # the module is the user's code and may raise anything
         raise LookupError(f"importing '{module}' for pipeline class '{name}' raised {error!r}") from error
     if not (isinstance(found, type) and issubclass(found, PipelineConfig)):
         raise LookupError(f"'{name}' of module '{module}' is no pipeline class")

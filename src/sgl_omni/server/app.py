@@ -33,7 +33,7 @@ def create_app(
     """The OpenAI-compatible API of one model.
 
     ``aliases`` are further names that requests may give the model; ``request_timeout`` is in seconds and
-    None is no limit. A pipeline without a task has no route for it.
+    None the pipeline's own limit. A pipeline without a task has no route for it.
     """
     app = FastAPI(title="sgl-omni", version=__version__, redoc_url=None)
     models = (model_id, *aliases)

@@ -51,13 +51,21 @@ class Backend(Protocol):
         request_id: str | None = None,
         timeout: float | None = None,
     ) -> RequestHandle:
-        """Admits a request. Raises ``Overloaded`` at once when full. ``timeout`` is in seconds."""
+        """Admits a request. Raises ``Overloaded`` at once when full.
+
+        ``request_id`` is what the caller calls it, made unique by a suffix; ``timeout`` is in seconds, and
+        None the pipeline's own limit.
+        """
         ...
 
     def health(self) -> dict[str, Any]:
         """``{"status": "starting" | "ready" | "draining" | "degraded" | "failed", "model": str,
         "instances": [{"name", "process", "stages", "replica", "state", "pid", "in_flight", "device",
         "restarts", ...}]}``."""
+        ...
+
+    async def refresh(self) -> None:
+        """Asks the instances for their gauges, so that ``stats`` tells how things are now; takes a second at most."""
         ...
 
     def stats(self) -> dict[str, Any]:

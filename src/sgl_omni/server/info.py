@@ -41,6 +41,7 @@ def info_router(backend: Backend, models: Sequence[str], metrics: Metrics) -> AP
 
     @router.get("/metrics", tags=["operations"])
     async def scrape() -> Response:
+        await backend.refresh()
         return Response(metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router

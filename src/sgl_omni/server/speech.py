@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -46,8 +45,7 @@ def speech_router(
         measured = metrics.begin()
         try:
             call = await read_speech_call(request, task, models)
-            request_id = pipeline_request_id(request.state.request_id)
-            handle = backend.submit(call.payload, request_id=request_id, timeout=request_timeout)
+            handle = backend.submit(call.payload, request_id=request.state.request_id, timeout=request_timeout)
         except BaseException as error:
             measured.fail(error)
             raise
@@ -59,11 +57,6 @@ def speech_router(
         return {"voices": [{"id": name, "name": name} for name in task.voices], "default": task.default_voice}
 
     return router
-
-
-def pipeline_request_id(http_id: str) -> str:
-    """Unique within the pipeline even where a caller repeats an ``X-Request-Id``, and found by searching for it."""
-    return f"{http_id}-{uuid.uuid4().hex[:8]}"
 
 
 def speech_response(call: SpeechCall, handle: RequestHandle, sample_rate: int, measured: Measurement) -> Response:

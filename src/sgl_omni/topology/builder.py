@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from sgl_omni.config.load import ResolvedConfig
+from sgl_omni.config.resolved import ResolvedConfig
 from sgl_omni.config.violations import PlanError, Violation
+from sgl_omni.topology.budget import Claim, check_budgets, claims_by_gpu
+from sgl_omni.topology.factories import check_factories
 from sgl_omni.topology.findings import Findings
+from sgl_omni.topology.graph import check_graph
 from sgl_omni.topology.host import Host
+from sgl_omni.topology.mps import Eligibility, choose, eligibility
 from sgl_omni.topology.placement import Placed, place
 from sgl_omni.topology.plan import (
     EdgePlan,
@@ -22,6 +27,18 @@ from sgl_omni.topology.plan import (
     Transport,
 )
 from sgl_omni.topology.processes import ProcessGroup, fuse, group_stages
+from sgl_omni.topology.sharing import sharing_groups
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan with what its views show beside it."""
+
+    plan: Plan
+    host: Host
+    claims: dict[int, list[Claim]]
+    eligible: Eligibility
+    mps_mode: str
 
 
 def build_plan(resolved: ResolvedConfig, host: Host, environ: Mapping[str, str] | None = None) -> Plan:
@@ -33,29 +50,64 @@ def build_plan(resolved: ResolvedConfig, host: Host, environ: Mapping[str, str] 
     Raises:
         PlanError: with every violation, those of reading the configuration included.
     """
+    return plan_config(resolved, host, environ).plan
+
+
+def plan_config(resolved: ResolvedConfig, host: Host, environ: Mapping[str, str] | None = None) -> Planned:
+    """`build_plan` with the facts that layouts draw: budgets per GPU and MPS eligibility."""
     found = Findings(resolved, host, dict(resolved.config.stages), os.environ if environ is None else environ)
     fuse(found)
-    entry = None
+    entry = check_graph(found)
     groups = group_stages(found)
+    check_factories(found, groups)
     placed = place(found, groups)
-    sharing: tuple[SharingGroup, ...] = ()
-    mps: dict[int, tuple[str, ...]] = {}
+    check_budgets(found, placed)
+    sharing = sharing_groups(found, placed)
+    eligible = eligibility(found, placed)
+    mps = choose(found, placed, eligible)
     _raise_if_refused(found)
-    return _plan(found, entry or next(iter(found.stages)), groups, placed, sharing, mps)
+    assert entry is not None, "a graph without entry is refused"
+    plan = _plan(found, entry, groups, placed, sharing, mps)
+    return Planned(plan, host, claims_by_gpu(found.stages, placed), eligible, resolved.config.mps)
+
+
+_GPU_RULES = frozenset(f"PLAN-{n:03}" for n in (3, 4, 5, 6, 7, 8, 10, 11, 12, 13))
+_FOLLOWS: dict[str, frozenset[str]] = {
+    "gpu": _GPU_RULES,
+    "tp_size": _GPU_RULES | {"PLAN-001"},
+    "process": _GPU_RULES | {"PLAN-001", "PLAN-009"},
+    "gpu_memory_fraction": frozenset({"PLAN-007", "PLAN-008"}),
+    "total_reserve_bytes": frozenset({"PLAN-007", "PLAN-008"}),
+    "enforce_total_reserve": frozenset(),
+    "engine": frozenset({"PLAN-008", "PLAN-010"}),
+    "env": frozenset({"PLAN-011", "PLAN-015"}),
+    "factory": frozenset({"PLAN-011", "PLAN-016"}),
+    "factory_path": frozenset({"PLAN-001", "PLAN-006", "PLAN-016"}),
+    "num_replicas": _GPU_RULES | {"PLAN-018"},
+    "replica_devices": _GPU_RULES,
+    "cpu_cores": frozenset({"PLAN-018"}),
+    "replica_policy": frozenset(),
+}
+"""Rules that may fail only because the value of a key could not be read. Other keys: the wiring."""
 
 
 def _raise_if_refused(found: Findings) -> None:
     """Violations that only follow from a value that could not be read are left out."""
-    resolved = found.resolved
-    unread = {str(path[1]) for path in resolved.unread if len(path) > 1}
-    unread |= {found.stages[s].process or s for s in unread if s in found.stages}
-    own = [v for v in found.violations if not unread.intersection(v.about)]
-    if resolved.violations or own:
-        raise PlanError(sorted((*resolved.violations, *own), key=_order))
+    violations = [*found.resolved.violations, *(v for v in found.violations if not _follows(found, v))]
+    if violations:
+        raise PlanError(sorted(violations, key=lambda v: v.code))
 
 
-def _order(violation: Violation) -> tuple[str, str]:
-    return (violation.code, "")
+def _follows(found: Findings, violation: Violation) -> bool:
+    for path in found.resolved.unread:
+        if len(path) < 2:
+            continue
+        name = str(path[1])
+        names = {name, found.stages[name].process} if name in found.stages else {name}
+        codes = _FOLLOWS.get(str(path[2])) if len(path) > 2 else None
+        if names & violation.about and (violation.code in codes if codes is not None else True):
+            return True
+    return False
 
 
 def _plan(
@@ -75,9 +127,7 @@ def _plan(
         entry=entry,
         stages=_stages(found, groups, placed),
         processes=tuple(
-            ProcessPlan(
-                name=g.name, stages=g.stages, num_replicas=g.num_replicas, tp_size=g.tp_size, policy=g.policy
-            )
+            ProcessPlan(name=g.name, stages=g.stages, num_replicas=g.num_replicas, tp_size=g.tp_size, policy=g.policy)
             for g in groups
         ),
         instances=_instances(found, placed, sharing, mps),
@@ -177,10 +227,14 @@ def _edges(found: Findings) -> tuple[EdgePlan, ...]:
     gpu = {name: bool(stage.gpu) for name, stage in found.stages.items()}
     for name, stage in found.stages.items():
         for target in stage.next:
-            transport = _transport(found.host.platform, process_of[name] == process_of[target], gpu[name] and gpu[target])
+            transport = _transport(
+                found.host.platform, process_of[name] == process_of[target], gpu[name] and gpu[target]
+            )
             edges.append(EdgePlan(source=name, target=target, kind="payload", transport=transport))
         for target in stage.stream_to:
-            transport = _transport(found.host.platform, process_of[name] == process_of[target], gpu[name] and gpu[target])
+            transport = _transport(
+                found.host.platform, process_of[name] == process_of[target], gpu[name] and gpu[target]
+            )
             edges.append(EdgePlan(source=name, target=target, kind="stream", transport=transport))
     return tuple(edges)
 

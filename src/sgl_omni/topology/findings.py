@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from sgl_omni.config.load import ResolvedConfig
+from sgl_omni.config.resolved import ResolvedConfig
 from sgl_omni.config.schema import StageConfig
 from sgl_omni.config.violations import KeyPath, Violation
 from sgl_omni.topology.host import Host

@@ -105,7 +105,9 @@ def _replica_devices(
             found.refuse("PLAN-005", message, at, hint=f"{group.tp_size} different ids", about=group.stages)
     labels = [group.stage_label(s, r) for s in group.gpu_stages for r in range(group.num_replicas)]
     for device in dict.fromkeys(devices):
-        which = [n for n, d in zip(labels, devices[:: group.tp_size] * len(group.gpu_stages), strict=True) if d == device]
+        which = [
+            n for n, d in zip(labels, devices[:: group.tp_size] * len(group.gpu_stages), strict=True) if d == device
+        ]
         what = f"replica_devices of Process '{group.name}': stage {quoted(which or group.gpu_stages)}"
         _check_exists(found, device, what, at)
     return devices
@@ -121,7 +123,9 @@ def _own_devices(found: Findings, group: ProcessGroup) -> tuple[int, ...] | None
         parts = [f"'{s}' on {gpus(found.stages[s].gpu or ())}" for s in group.gpu_stages]
         cpu = [s for s in group.stages if s not in group.gpu_stages]
         beside = f" (beside CPU stages {quoted(cpu)})" if cpu else ""
-        message = f"Process '{group.name}' spans {gpus(devices)}: {listed(parts)}{beside}; a Process uses one GPU at most"
+        message = (
+            f"Process '{group.name}' spans {gpus(devices)}: {listed(parts)}{beside}; a Process uses one GPU at most"
+        )
         hint = f"stages.{group.gpu_stages[-1]}.process: {group.gpu_stages[-1]}, or one GPU for all"
         found.refuse("PLAN-003", message, ("stages", group.gpu_stages[-1], "gpu"), hint=hint, about=group.stages)
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 from sgl_omni.config.schema import ProcessConfig, StageConfig
 from sgl_omni.config.violations import nearest
@@ -172,7 +173,7 @@ def _unfit(found: Findings, group: tuple[str, ...], taken: set[str]) -> str | No
     devices = sorted({d for name in group for d in found.stages[name].gpu or ()})
     if len(devices) > 1:
         return f"its stages lie on {gpus(devices)}"
-    for one, other in zip(group, group[1:], strict=False):
+    for one, other in pairwise(group):
         problem = _not_linear(found.stages, one, other)
         if problem is not None:
             return problem

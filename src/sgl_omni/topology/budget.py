@@ -1,0 +1,196 @@
+"""What each stage may hold of its GPU, and whether that fits (rules 7 and 8)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from sgl_omni.config.schema import StageConfig
+from sgl_omni.config.violations import KeyPath
+from sgl_omni.topology.findings import Findings, listed, quoted
+from sgl_omni.topology.host import GIB
+from sgl_omni.topology.placement import Placed
+
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One stage of one OS process on one GPU."""
+
+    placed: Placed
+    stage: str
+    fraction: float | None
+    size: int | None
+
+    @property
+    def label(self) -> str:
+        return self.placed.group.stage_label(self.stage, self.placed.replica)
+
+    @property
+    def declared(self) -> bool:
+        return self.fraction is not None or self.size is not None
+
+
+def claims_by_gpu(stages: dict[str, StageConfig], placed: tuple[Placed, ...]) -> dict[int, list[Claim]]:
+    """What is asked of each GPU ordinal, in plan order."""
+    claims: dict[int, list[Claim]] = defaultdict(list)
+    for p in placed:
+        if p.device is None:
+            continue
+        for name in p.group.gpu_stages:
+            stage = stages[name]
+            claims[p.device].append(Claim(p, name, stage.gpu_memory_fraction, stage.total_reserve_bytes))
+    return dict(sorted(claims.items()))
+
+
+def check_budgets(found: Findings, placed: tuple[Placed, ...]) -> None:
+    for name, stage in found.stages.items():
+        _check_stage(found, name, stage)
+    cards: dict[int, list[Claim]] = defaultdict(list)
+    for device, claims in claims_by_gpu(found.stages, placed).items():
+        cards[found.host.card(device)] += claims
+    for card, claims in cards.items():
+        if _check_declared(found, card, claims):
+            _check_sum(found, card, claims)
+        _check_pools(found, card, claims)
+
+
+def _check_stage(found: Findings, name: str, stage: StageConfig) -> None:
+    at: KeyPath = ("stages", name)
+    if stage.gpu_memory_fraction is not None and stage.total_reserve_bytes is not None:
+        message = f"stage '{name}' has two budgets, gpu_memory_fraction and total_reserve_bytes"
+        origin = found.resolved.origin(*at, "gpu_memory_fraction")
+        other = "gpu_memory_fraction: null" if origin.kind == "class" else "one of the two"
+        found.refuse("PLAN-007", message, (*at, "total_reserve_bytes"), hint=other)
+    elif not stage.gpu and (stage.gpu_memory_fraction is not None or stage.total_reserve_bytes is not None):
+        key = "gpu_memory_fraction" if stage.gpu_memory_fraction is not None else "total_reserve_bytes"
+        message = f"stage '{name}' has a {key} but no GPU, so it holds no GPU memory"
+        found.refuse("PLAN-007", message, (*at, key), hint=f"stages.{name}.gpu, or no {key}")
+    elif stage.enforce_total_reserve and stage.gpu_memory_fraction is None and stage.total_reserve_bytes is None:
+        message = f"stage '{name}' has enforce_total_reserve but no budget to enforce"
+        found.refuse("PLAN-007", message, (*at, "enforce_total_reserve"), hint=f"stages.{name}.gpu_memory_fraction")
+    _check_engine(found, name, stage)
+
+
+def _check_engine(found: Findings, name: str, stage: StageConfig) -> None:
+    engine = stage.engine
+    if engine is None:
+        return
+    at: KeyPath = ("stages", name, "engine")
+    if name not in found.resolved.engine_stages:
+        message = f"stage '{name}' drives no engine, so it takes no engine settings"
+        found.refuse("PLAN-008", message, at, hint=f"engine settings on {listed(found.resolved.engine_stages, 'or')}")
+        return
+    for key in ("mem_fraction_static", "max_total_tokens"):
+        if engine.kv_cache_bytes is not None and getattr(engine, key) is not None:
+            message = f"stage '{name}': engine.kv_cache_bytes and engine.{key} both pin the KV pool"
+            where: KeyPath = (*at, "kv_cache_bytes")
+            found.refuse(
+                "PLAN-008", message, where, hint="one of the two; the other null", about=(stage.process or "",)
+            )
+    fraction = stage.gpu_memory_fraction
+    if (
+        engine.mem_fraction_static is not None
+        and fraction is not None
+        and engine.mem_fraction_static > fraction + _EPSILON
+    ):
+        message = (
+            f"stage '{name}': engine.mem_fraction_static {engine.mem_fraction_static:g} is more than the stage's "
+            f"budget, gpu_memory_fraction {fraction:g}"
+        )
+        found.refuse("PLAN-008", message, (*at, "mem_fraction_static"), hint=f"at most {fraction:g}")
+    _check_pool(found, name, stage)
+
+
+def _check_pool(found: Findings, name: str, stage: StageConfig) -> None:
+    """A KV pool may not exceed the budget of its stage on any GPU it may land on."""
+    pool = stage.engine.kv_cache_bytes if stage.engine is not None else None
+    if pool is None:
+        return
+    budget = stage.total_reserve_bytes
+    if budget is None and stage.gpu_memory_fraction is not None:
+        sizes = [m for m in (found.host.memory(d) for d in stage.gpu or ()) if m is not None]
+        budget = int(min(sizes) * stage.gpu_memory_fraction) if sizes else None
+    if budget is not None and pool > budget:
+        message = (
+            f"stage '{name}' of Process '{stage.process or name}': a KV pool of {size_text(pool)} "
+            f"(engine.kv_cache_bytes) exceeds the stage's budget of {size_text(budget)}"
+        )
+        at: KeyPath = ("stages", name, "engine", "kv_cache_bytes")
+        found.refuse("PLAN-008", message, at, hint=f"less than {size_text(budget)}, or a larger budget")
+
+
+def _check_declared(found: Findings, gpu: int, claims: list[Claim]) -> bool:
+    """Where two OS processes meet on a GPU, each GPU stage there declares a budget."""
+    if len({c.placed.name for c in claims}) < 2:
+        return True
+    caused = [c.placed.group.name for c in claims if c.placed.group.replica_devices is not None]
+    if not caused and not found.resolved.config.placement.require_memory_fraction_for_colocation:
+        return True
+    silent = [c for c in claims if not c.declared]
+    if not silent:
+        return True
+    names = list(dict.fromkeys(c.stage for c in silent))
+    instances = list(dict.fromkeys(c.label for c in silent if c.label != c.stage))
+    detail = f" (as {listed(instances)})" if instances else ""
+    because = (
+        ""
+        if found.resolved.config.placement.require_memory_fraction_for_colocation
+        else (
+            f"; replica_devices of {quoted(dict.fromkeys(caused))} put them there, so the check cannot be switched off"
+        )
+    )
+    sharers = listed(dict.fromkeys(c.placed.name for c in claims))
+    message = f"GPU {gpu} is shared by {sharers}, but {quoted(names)}{detail} declares no budget{because}"
+    hint = ", ".join(f"stages.{n}.gpu_memory_fraction: <of GPU {gpu}'s total>" for n in names)
+    about = {c.stage for c in claims}
+    found.refuse("PLAN-007", message, ("stages", names[0]), hint=hint, about=about)
+    return False
+
+
+def _check_sum(found: Findings, gpu: int, claims: list[Claim]) -> None:
+    limit = found.resolved.config.placement.max_total_gpu_memory_fraction_per_gpu
+    memory = found.host.memory(gpu)
+    total = 0.0
+    for claim in claims:
+        total += claim.fraction or 0.0
+        if claim.size is not None and memory:
+            total += claim.size / memory
+    if total <= limit + _EPSILON:
+        if memory is None and any(c.size is not None for c in claims):
+            found.warn(f"GPU {gpu}: its memory is unknown, so budgets in bytes are not checked against it")
+        return
+    parts = listed(f"{c.label} {_claim_text(c)}" for c in claims if c.declared)
+    of = f" of {size_text(memory)}" if memory else ""
+    message = f"GPU {gpu} is over budget: {parts} sum to {total:.3g}{of}, more than the limit {limit:g}"
+    hint = f"budgets that sum to at most {limit:g}, fewer replicas, or another GPU"
+    at: KeyPath = ("stages", claims[-1].stage, "gpu_memory_fraction")
+    if claims[-1].size is not None:
+        at = ("stages", claims[-1].stage, "total_reserve_bytes")
+    found.refuse("PLAN-007", message, at, hint=hint, about={c.stage for c in claims})
+
+
+def _claim_text(claim: Claim) -> str:
+    return f"{claim.fraction:g}" if claim.fraction is not None else size_text(claim.size or 0)
+
+
+def _check_pools(found: Findings, gpu: int, claims: list[Claim]) -> None:
+    """KV pools in bytes alone must fit the card, budgets declared or not."""
+    memory = found.host.memory(gpu)
+    pools = [(c, e.kv_cache_bytes) for c in claims if (e := found.stages[c.stage].engine) and e.kv_cache_bytes]
+    total = sum(size for _, size in pools)
+    if memory is None or total <= memory:
+        return
+    parts = listed(f"{c.label} {size_text(size)}" for c, size in pools)
+    message = f"GPU {gpu} has {size_text(memory)}, and the KV pools on it sum to {size_text(total)}: {parts}"
+    at: KeyPath = ("stages", pools[0][0].stage, "engine", "kv_cache_bytes")
+    found.refuse("PLAN-008", message, at, hint="smaller pools or fewer replicas", about={c.stage for c, _ in pools})
+
+
+def size_text(size: int) -> str:
+    """``2 GiB``, ``512 MiB`` or bytes, whichever reads exactly or best."""
+    for unit, scale in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.4g} {unit}"
+    return f"{size} bytes"
