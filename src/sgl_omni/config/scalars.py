@@ -10,6 +10,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from sgl_omni.config.violations import PlanError, Violation
+
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
@@ -81,6 +83,14 @@ def _size(value: object) -> int:
     if not 0 < size < 2**63:
         raise _wrong("more than 0 bytes and less than 8 EiB", value)
     return size
+
+
+def parse_bytes(text: str) -> int:
+    """``"4GiB"`` as a number of bytes, for command-line options. Raises ``PlanError``."""
+    try:
+        return _size(text)
+    except PydanticCustomError as error:
+        raise PlanError([Violation(code="PLAN-023", message=f"a size {error.message()}")]) from error
 
 
 def _flag(value: object) -> bool:

@@ -38,7 +38,6 @@ class Planned:
     host: Host
     claims: dict[int, list[Claim]]
     eligible: Eligibility
-    mps_mode: str
 
 
 def build_plan(resolved: ResolvedConfig, host: Host, environ: Mapping[str, str] | None = None) -> Plan:
@@ -68,7 +67,7 @@ def plan_config(resolved: ResolvedConfig, host: Host, environ: Mapping[str, str]
     _raise_if_refused(found)
     assert entry is not None, "a graph without entry is refused"
     plan = _plan(found, entry, groups, placed, sharing, mps)
-    return Planned(plan, host, claims_by_gpu(found.stages, placed), eligible, resolved.config.mps)
+    return Planned(plan, host, claims_by_gpu(found.stages, placed), eligible)
 
 
 _GPU_RULES = frozenset(f"PLAN-{n:03}" for n in (3, 4, 5, 6, 7, 8, 10, 11, 12, 13))
@@ -136,6 +135,7 @@ def _plan(
         shutdown_order=tuple(reversed(_waves(placed, followers))),
         sharing_groups=sharing,
         mps=mps,
+        mps_mode=resolved.config.mps,
         on_process_exit=resolved.config.on_process_exit,
         warnings=tuple(found.warnings),
     )

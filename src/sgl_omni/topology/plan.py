@@ -15,6 +15,7 @@ EdgeKind = Literal["payload", "stream"]
 ReplicaPolicy = Literal["round_robin", "least_inflight"]
 WeightRole = Literal["own", "leader", "follower"]
 ExitPolicy = Literal["stop", "restart"]
+MpsMode = Literal["off", "auto", "on"]
 
 COORDINATOR = "coordinator"
 """Reserved instance name of the API process, the receiver of every terminal stage's output."""
@@ -105,6 +106,7 @@ class Plan:
     shutdown_order: tuple[tuple[str, ...], ...]
     sharing_groups: tuple[SharingGroup, ...] = ()
     mps: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    mps_mode: MpsMode = "off"
     on_process_exit: ExitPolicy = "stop"
     warnings: tuple[str, ...] = ()
 
