@@ -83,7 +83,7 @@ def _pipeline_class(declared: Json) -> type[PipelineConfig]:
     edges = declared.get("process_local_edges") or declared.get("local_edges") or ()
 
     class CasePipelineConfig(PipelineConfig):
-        engine_stages: ClassVar[tuple[str, ...]] = tuple(declared.get("engine_stages") or ())
+        engine_stages: ClassVar[tuple[str, ...]] = tuple(str(s) for s in declared.get("engine_stages") or ())
         process_local_edges: ClassVar[tuple[tuple[str, str], ...]] = tuple((a, b) for a, b in edges)
         default_stages: ClassVar[dict[str, Json]] = stages
         default_processes: ClassVar[dict[str, Json]] = declared.get("processes") or {}

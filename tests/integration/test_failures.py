@@ -48,10 +48,9 @@ async def load(server: Server, count: int, text: str = LONG) -> list[asyncio.Tas
     client = httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None))
 
     async def one() -> tuple[int, str, float]:
+        request = {**request_of(text), "response_format": "wav", "stream": False}
         try:
-            response = await client.post(
-                f"{server.url}/v1/audio/speech", json={**request_of(text), "response_format": "wav"}
-            )
+            response = await client.post(f"{server.url}{SPEECH}", json=request)
         except httpx.RemoteProtocolError as error:
             return 0, str(error), time.monotonic()
         return response.status_code, response.text if response.status_code != 200 else "", time.monotonic()
@@ -90,6 +89,31 @@ async def test_a_killed_child_is_named_to_every_caller_and_the_server_ends(tmp_p
         assert server.wait(5) == 1
         assert f"instance '{victim}'" in server.log.split("the pipeline stops")[1]
         server.assert_nothing_left()
+
+
+async def test_a_caller_in_the_middle_of_a_stream_learns_of_it_too(tmp_path: Path) -> None:
+    """Audio is cut off, so that it cannot be taken for whole; events say what happened."""
+    with serving(*DEMO, run_folder=tmp_path) as server:
+        async with httpx.AsyncClient(timeout=30) as client:
+
+            async def listen(stream_format: str) -> str:
+                text = ""
+                request = {**request_of(), "stream_format": stream_format}
+                async with client.stream("POST", f"{server.url}{SPEECH}", json=request) as response:
+                    assert response.status_code == 200
+                    async for piece in response.aiter_text():
+                        text += piece
+                return text
+
+            tasks = [asyncio.create_task(listen(kind)) for kind in ("audio", "sse")]
+            await asyncio.sleep(0.5)
+            os.kill(server.pid("vocoder"), signal.SIGKILL)
+            audio, events = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(audio, httpx.RemoteProtocolError)
+        assert isinstance(events, str)
+        last = events.strip().splitlines()[-1]
+        assert "instance 'vocoder'" in last and "SIGKILL" in last and '"type": "error"' in last
+        assert server.wait(5) == 1
 
 
 async def test_with_restart_one_replica_goes_on_and_the_other_comes_back(tmp_path: Path) -> None:
@@ -243,8 +267,41 @@ def test_a_full_server_answers_503_with_retry_after(tmp_path: Path) -> None:
 
 def test_a_request_timeout_is_a_504(tmp_path: Path) -> None:
     with serving(*DEMO, "--request-timeout", "0.3", run_folder=tmp_path) as server:
-        response = httpx.post(
-            f"{server.url}/v1/audio/speech", json={**request_of(), "response_format": "wav"}, timeout=30
-        )
+        request = {**request_of(), "response_format": "wav", "stream": False}
+        response = httpx.post(f"{server.url}{SPEECH}", json=request, timeout=30)
         assert response.status_code == 504 and "within 0.3 s" in response.json()["error"]["message"]
         assert_tables_empty(server)
+
+
+BROKEN = """
+stages:
+  first:
+    factory_path: stages.tag
+    process: first
+    next: second
+  second:
+    factory_path: stages.broken_factory
+    process: second
+    terminal: true
+"""
+
+
+def test_a_factory_that_raises_fails_the_start_with_its_traceback(tmp_path: Path) -> None:
+    config = tmp_path / "broken.yaml"
+    config.write_text(BROKEN)
+    server = Server("--config", str(config), run_folder=tmp_path, cwd=Path(__file__).parent)
+    assert server.wait(30) == 1
+    assert "error: stage 'second' (second) could not be built: OSError" in server.log
+    assert "in broken_factory" in server.log and "the checkpoint is not where it should be" in server.log
+    assert server.log.count("Traceback") == 1, "the child's traceback and no other"
+    server.assert_nothing_left()
+
+
+def test_what_the_planner_refuses_never_starts_a_process(tmp_path: Path) -> None:
+    config = tmp_path / "wrong.yaml"
+    config.write_text(BROKEN.replace("next: second", "next: sekond").replace("process: first", "proces: first"))
+    server = Server("--config", str(config), run_folder=tmp_path, cwd=Path(__file__).parent)
+    assert server.wait(30) == 1
+    assert "'sekond'" in server.log and "'proces'" in server.log and "did you mean" in server.log
+    assert "wrong.yaml:" in server.log and "Traceback" not in server.log
+    assert not list(tmp_path.glob("sgl-omni/run-*"))

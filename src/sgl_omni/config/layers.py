@@ -9,14 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from sgl_omni.config.flags import Flag, FlagScope, Override, read_flags
-from sgl_omni.config.keys import ENGINE_KEYS, children, find_key
+from sgl_omni.config.keys import ENGINE_KEYS, WIRING, children, find_key
 from sgl_omni.config.resolved import ResolvedConfig, Tree
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.violations import KeyPath, Origin, Violation, dotted, nearest
 from sgl_omni.config.yaml_source import Document
 from sgl_omni.errors import InvalidRequest
-
-_WIRING = ("next", "stream_to", "wait_for", "terminal", "route_fn", "merge_fn")
 
 
 class FileTree:
@@ -67,6 +65,7 @@ class Layers:
         self.tree: Tree = {}
         self.class_tree: Tree = {}
         self.origins: dict[KeyPath, Origin] = {}
+        self.groups: dict[KeyPath, Origin] = {}
         self.unread: list[KeyPath] = []
 
     def add_class(self) -> None:
@@ -120,14 +119,14 @@ class Layers:
             else:
                 into.pop(key, None)
                 self._forget(here)
-            self.origins[here] = place
+            self.groups[here] = place
             return
         if not isinstance(value, dict):
             message = f"'{dotted(here)}' must be a mapping of keys to values"
             self.unread.append(here)
             self._refuse("PLAN-023", message, place, about=here)
             return
-        self.origins.setdefault(here, place)
+        self.groups[here] = place
         self._lay(here, value, into.setdefault(key, {}), file)
 
     def _forget(self, path: KeyPath) -> None:
@@ -146,7 +145,7 @@ class Layers:
                 message = f"unknown stage '{path[1]}'; the stages of {self.cls.__name__} are {', '.join(names)}"
                 self._refuse("PLAN-001", message, place, nearest(str(path[1]), names), about=path)
             return False
-        if self.shipped and len(path) == 3 and path[0] == "stages" and path[2] in _WIRING:
+        if self.shipped and len(path) == 3 and path[0] == "stages" and path[2] in WIRING:
             message = f"'{dotted(path)}': the wiring belongs to the pipeline class {self.cls.__name__}"
             hint = "nothing here; for another wiring, a full list of stages without config_cls"
             self._refuse("PLAN-022", message, place, hint, about=path)
@@ -219,6 +218,7 @@ class Layers:
             tree=self.tree,
             class_tree=self.class_tree,
             origins=self.origins,
+            groups=self.groups,
             violations=tuple(self.problems),
             unread=tuple(self.unread),
         )
@@ -244,9 +244,9 @@ class Layers:
         self._refuse("PLAN-023", f"'{dotted(path)}' {message}", place, about=path)
 
     def _origin(self, path: KeyPath) -> Origin | None:
-        while path and path not in self.origins:
+        while path and path not in self.origins and path not in self.groups:
             path = path[:-1]
-        return self.origins.get(path)
+        return self.origins.get(path) or self.groups.get(path)
 
     def _model_path(self, config: PipelineConfig) -> str | None:
         if config.model_path is None:

@@ -45,7 +45,7 @@ def load_config(
     Raises:
         PlanError: the file cannot be read, or there is no pipeline to speak of.
     """
-    document = _read_file(Path(path)) if path is not None else Document("command line", {})
+    document = read_document(Path(path)) if path is not None else Document("command line", {})
     return resolve(document, flags, registry=registry, model_path=model_path)
 
 
@@ -78,7 +78,8 @@ def resolve(
     return layers.finish()
 
 
-def _read_file(path: Path) -> Document:
+def read_document(path: Path) -> Document:
+    """A YAML file with the line of each value. Raises ``PlanError`` where it cannot be read."""
     try:
         raw = path.read_bytes()
     except OSError as error:

@@ -9,6 +9,7 @@ from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.violations import KeyPath, Origin, Violation
 
 Tree = dict[str, Any]
+SCHEMA = Origin("default", "schema")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,20 +27,30 @@ class ResolvedConfig:
     tree: Tree
     class_tree: Tree
     origins: dict[KeyPath, Origin]
+    groups: dict[KeyPath, Origin]
     violations: tuple[Violation, ...] = ()
     unread: tuple[KeyPath, ...] = ()
 
     def origin(self, *path: str | int) -> Origin:
-        """Where the value at ``path`` came from; for a group, where the user (or else the class) last set a part."""
+        """Where to look for ``path`` in a message: the value, the group, or what the user last set inside it."""
         key: KeyPath = path
         while key:
             if key in self.origins:
                 return self.origins[key]
+            if key in self.groups:
+                return self.groups[key]
             inner = [origin for known, origin in self.origins.items() if known[: len(key)] == key]
             if inner:
                 return next((o for o in reversed(inner) if o.kind in ("file", "flag")), inner[0])
             key = key[:-1]
-        return Origin("default", "schema")
+        return SCHEMA
+
+    def value_origin(self, *path: str | int) -> Origin:
+        """Where the value in effect came from; the schema where nobody set it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return SCHEMA
 
     @property
     def engine_stages(self) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ def _open_fraction(value: object) -> float:
     return fraction
 
 
-def _size(value: object) -> int:
+def read_size(value: object) -> int:
     if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
         size = int(match[1]) * _UNITS[match[2]]
     else:
@@ -88,12 +88,12 @@ def _size(value: object) -> int:
 def parse_bytes(text: str) -> int:
     """``"4GiB"`` as a number of bytes, for command-line options. Raises ``PlanError``."""
     try:
-        return _size(text)
+        return read_size(text)
     except PydanticCustomError as error:
         raise PlanError([Violation(code="PLAN-023", message=f"a size {error.message()}")]) from error
 
 
-def _flag(value: object) -> bool:
+def read_flag(value: object) -> bool:
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value in ("true", "false"):
@@ -121,7 +121,8 @@ def _env_value(value: object) -> str:
 def _list_of(read: Callable[[object], T], what: str, separator: str = ",") -> Callable[[object], tuple[T, ...]]:
     """Takes a list, one element, or text with separators (as the command line gives it)."""
 
-    def read_all(value: object) -> tuple[T, ...]:
+    def read_all(written: object) -> tuple[T, ...]:
+        value = written
         if isinstance(value, str):
             bare = value.strip().removeprefix("[").removesuffix("]").strip()
             value = [part.strip() for part in bare.split(separator)] if bare else []
@@ -132,7 +133,7 @@ def _list_of(read: Callable[[object], T], what: str, separator: str = ",") -> Ca
         try:
             return tuple(read(element) for element in value)
         except PydanticCustomError:
-            raise _wrong(what, value) from None
+            raise _wrong(what, written) from None
 
     return read_all
 
@@ -196,10 +197,10 @@ OpenFraction = Annotated[
 ]
 Size = Annotated[
     int,
-    PlainValidator(_size),
+    PlainValidator(read_size),
     _schema_any({"type": "integer", "minimum": 1}, {"type": "string", "pattern": "^[0-9]+(KiB|MiB|GiB|TiB)$"}),
 ]
-Flag = Annotated[bool, PlainValidator(_flag), _schema("boolean")]
+Flag = Annotated[bool, PlainValidator(read_flag), _schema("boolean")]
 Text = Annotated[str, PlainValidator(_text), _schema("string")]
 EnvValue = Annotated[str, PlainValidator(_env_value), _schema_any({"type": "string"}, {"type": "integer"})]
 Devices = Annotated[

@@ -75,13 +75,14 @@ def cuda_host(
     *,
     mps: bool | None = None,
     same_physical: Iterable[Iterable[int]] = (),
+    cpu_count: int | None = None,
 ) -> Host:
     """A pretended machine of ``count`` equal GPUs (None: as many as are asked for)."""
     groups = [sorted(set(group)) for group in same_physical]
     if count is None:
         if not groups:
-            return Host(memory_bytes=memory_bytes, mps=mps)
+            return Host(memory_bytes=memory_bytes, mps=mps, cpu_count=cpu_count)
         count = 64
     card = {ordinal: group[0] for group in groups for ordinal in group}
     devices = tuple(Device(memory_bytes=memory_bytes, physical=card.get(i, i)) for i in range(count))
-    return Host(devices=devices, memory_bytes=memory_bytes, mps=mps)
+    return Host(devices=devices, memory_bytes=memory_bytes, mps=mps, cpu_count=cpu_count)

@@ -11,7 +11,6 @@ from typing import Any
 from sgl_omni.config.violations import KeyPath
 from sgl_omni.topology.findings import Findings, listed
 from sgl_omni.topology.placement import Placed
-from sgl_omni.topology.processes import ProcessGroup
 
 _ORDINAL = re.compile(r"cuda:([0-9]{1,4})", re.IGNORECASE)
 VISIBILITY = "CUDA_VISIBLE_DEVICES"
@@ -47,14 +46,13 @@ def eligibility(found: Findings, placed: tuple[Placed, ...]) -> Eligibility:
     """Clients keyed by the lowest ordinal of their physical GPU."""
     clients: dict[int, list[str]] = defaultdict(list)
     blocked: dict[int, list[str]] = defaultdict(list)
-    ordinals = {p.group.name: _ordinals(found, p.group) for p in placed}
+    ordinals = {name: ordinals for name in found.stages if (ordinals := set(_explicit(found.stages[name].factory)))}
     for p in placed:
-        foreign = ordinals[p.group.name] - {0}
-        gpus = [p.device] if p.device is not None else []
-        if foreign or (p.device is None and ordinals[p.group.name]):
-            named = listed(f"cuda:{i}" for i in sorted(ordinals[p.group.name]))
-            reason = f"'{p.name}' names {named} in its factory arguments, and MPS shows a process one device only"
-            for gpu in {*gpus, *ordinals[p.group.name]}:
+        named = {o for stage in p.group.stages for o in ordinals.get(stage, ())}
+        if named - {0} or (named and p.device is None):
+            names = listed(f"cuda:{o}" for o in sorted(named))
+            reason = f"'{p.name}' names {names} in its factory arguments, and MPS shows a process one device only"
+            for gpu in named if p.device is None else {*named, p.device}:
                 blocked[found.host.card(gpu)].append(reason)
         if p.device is not None and p.group.tp_size == 1:
             clients[found.host.card(p.device)].append(p.name)
@@ -103,10 +101,6 @@ def _check_visibility(found: Findings, placed: tuple[Placed, ...]) -> None:
                 at: KeyPath = ("stages", stage, "env", VISIBILITY)
                 hint = f"stages.{stage}.gpu for the placement, and no {VISIBILITY}"
                 found.refuse("PLAN-011", message, at, hint=hint, about=group.stages)
-
-
-def _ordinals(found: Findings, group: ProcessGroup) -> set[int]:
-    return set(_explicit(found.stages[s].factory for s in group.stages))
 
 
 def _explicit(value: Any) -> Iterable[int]:

@@ -103,14 +103,16 @@ def _replica_devices(
         if len({found.host.card(d) for d in ids}) < len(ids):
             message = f"the ranks of TP replica {replica} of Process '{group.name}' need distinct GPUs, not {gpus(ids)}"
             found.refuse("PLAN-005", message, at, hint=f"{group.tp_size} different ids", about=group.stages)
-    labels = [group.stage_label(s, r) for s in group.gpu_stages for r in range(group.num_replicas)]
     for device in dict.fromkeys(devices):
-        which = [
-            n for n, d in zip(labels, devices[:: group.tp_size] * len(group.gpu_stages), strict=True) if d == device
-        ]
-        what = f"replica_devices of Process '{group.name}': stage {quoted(which or group.gpu_stages)}"
-        _check_exists(found, device, what, at)
+        if not found.host.has(device):
+            _check_exists(found, device, _placed_there(group, devices, device), at)
     return devices
+
+
+def _placed_there(group: ProcessGroup, devices: tuple[int, ...], device: int) -> str:
+    replicas = [r for r in range(group.num_replicas) if device in devices[r * group.tp_size : (r + 1) * group.tp_size]]
+    labels = [group.stage_label(stage, replica) for stage in group.gpu_stages for replica in replicas]
+    return f"replica_devices of Process '{group.name}': stage {quoted(labels)}"
 
 
 def _own_devices(found: Findings, group: ProcessGroup) -> tuple[int, ...] | None:

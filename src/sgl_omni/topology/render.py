@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -102,10 +102,10 @@ class _Drawing:
             line.append("█" * (end - drawn), style=color)
             drawn = end
         line.append("░" * (_BAR - drawn), style="dim")
-        size = f" of {size_text(memory)}" if memory else " of its memory, whose size is unknown"
+        size = size_text(memory) if memory else "memory unknown"
         if silent and not total:
-            return line.append(f" no budget declared{size}", style="dim")
-        return line.append(f" {total:.0%}{size} declared" + (", some stages without budget" if silent else ""))
+            return line.append(f" no budget declared ({size})", style="dim")
+        return line.append(f" {total:.0%} declared ({size})" + (", some stages without budget" if silent else ""))
 
     def _occupant(self, instance: InstancePlan, color: str) -> Text:
         line = Text("  ")
@@ -125,6 +125,25 @@ class _Drawing:
         if stage.budget_fraction is not None:
             return f"{label} {stage.budget_fraction:g}"
         return f"{label} {size_text(stage.budget_bytes)}" if stage.budget_bytes is not None else label
+
+    def gpu_facts(self, device: int, instances: list[InstancePlan]) -> dict[str, Any]:
+        memory = self.host.memory(device)
+        shares = [_share(stage, memory) for i in instances for stage in self._gpu_stages(i)]
+        return {
+            "gpu": device,
+            "memory_bytes": memory,
+            "declared_fraction": round(sum(s or 0.0 for s in shares), 9),
+            "without_budget": sum(s is None for s in shares),
+            "processes": [
+                {
+                    "name": i.name,
+                    "stages": [self._label(i, s) for s in i.stages],
+                    "weights": i.weight_role,
+                    "mps": i.mps,
+                }
+                for i in instances
+            ],
+        }
 
     def cpu_instances(self) -> Iterator[str]:
         for instance in self.plan.instances:
@@ -147,8 +166,7 @@ class _Drawing:
 
     def mps(self, eligible: Eligibility | None) -> Iterator[str]:
         if eligible is None:
-            for line in _clients(self.plan.mps):
-                yield line
+            yield from _clients(self.plan.mps)
             return
         yield f"{self.plan.mps_mode}: {'; '.join(_clients(self.plan.mps)) or 'no GPU'}"
         for mode in ("auto", "on"):
@@ -190,3 +208,42 @@ def _ranges(cores: tuple[int, ...]) -> str:
         else:
             parts.append([core])
     return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
+
+def layout_facts(plan: Plan, host: Host, eligible: Eligibility, note: str | None = None) -> dict[str, Any]:
+    """The layout as plain data, for scripts."""
+    drawing = _Drawing(plan, host)
+    occupants: dict[int, list[InstancePlan]] = {}
+    for instance in plan.instances:
+        if instance.device is not None:
+            occupants.setdefault(instance.device, []).append(instance)
+    would = {mode: {str(gpu): list(names) for gpu, names in eligible.chosen(mode).items()} for mode in ("auto", "on")}
+    return {
+        "name": plan.name,
+        "host": host.describe(),
+        "gpus": [drawing.gpu_facts(device, occupants[device]) for device in sorted(occupants)],
+        "cpu_processes": [i.name for i in plan.instances if i.device is None],
+        "edges": [
+            {"source": e.source, "target": e.target, "kind": e.kind, "transport": e.transport} for e in plan.edges
+        ],
+        "mps": {"mode": plan.mps_mode, "auto": would["auto"], "on": would["on"], "on_refused": eligible.refusal()},
+        "sharing_groups": [
+            {"process": g.process, "gpu": g.device, "leader": g.leader, "followers": list(g.followers)}
+            for g in plan.sharing_groups
+        ],
+        "spawn_waves": [list(wave) for wave in plan.spawn_waves],
+        "notes": [*plan.warnings, *([note] if note else [])],
+    }
+
+
+def layout_svg(plan: Plan, host: Host, eligible: Eligibility | None = None) -> str:
+    """The drawing as a picture."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    drawing = layout(plan, host, eligible)
+    width = max((len(line) for line in drawing.plain.splitlines()), default=40) + 2
+    console = Console(record=True, width=width, file=StringIO(), force_terminal=True, highlight=False)
+    console.print(drawing, soft_wrap=True)
+    return console.export_svg(title=plan.name)
