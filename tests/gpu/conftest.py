@@ -1,0 +1,18 @@
+"""Tests for a machine with an NVIDIA GPU: `python -m pytest -m gpu tests/gpu`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+
+
+@pytest.fixture(autouse=True)
+def needs_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU and a torch built for CUDA")
