@@ -103,6 +103,7 @@ def _replica_devices(
         if len({found.host.card(d) for d in ids}) < len(ids):
             message = f"the ranks of TP replica {replica} of Process '{group.name}' need distinct GPUs, not {gpus(ids)}"
             found.refuse("PLAN-005", message, at, hint=f"{group.tp_size} different ids", about=group.stages)
+            return None
     for device in dict.fromkeys(devices):
         if not found.host.has(device):
             _check_exists(found, device, _placed_there(group, devices, device), at)
@@ -119,7 +120,7 @@ def _own_devices(found: Findings, group: ProcessGroup) -> tuple[int, ...] | None
     if group.tp_size > 1:
         owner = next(s for s in group.stages if found.stages[s].tp_size > 1)
         own = found.stages[owner].gpu or ()
-        return own if len(own) == group.tp_size else None
+        return own if len({found.host.card(d) for d in own}) == len(own) == group.tp_size else None
     devices = sorted({d for s in group.gpu_stages for d in found.stages[s].gpu or ()})
     if len(devices) > 1:
         parts = [f"'{s}' on {gpus(found.stages[s].gpu or ())}" for s in group.gpu_stages]

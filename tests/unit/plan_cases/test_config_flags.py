@@ -59,7 +59,14 @@ def test_the_same_leaf_twice() -> None:
 
 def test_lists_processes_and_pipeline_keys() -> None:
     flags = ("--processes.engine.num_replicas", "2", "--processes.engine.replica_devices", "2,3", "--mps", "auto")
-    config = load("", *flags, "--processes.engine.cpu-cores", "0-3 4-7", "--placement.max_total_gpu_memory_fraction_per_gpu", "0.9").config
+    config = load(
+        "",
+        *flags,
+        "--processes.engine.cpu-cores",
+        "0-3 4-7",
+        "--placement.max_total_gpu_memory_fraction_per_gpu",
+        "0.9",
+    ).config
     assert config.processes["engine"].replica_devices == (2, 3)
     assert config.processes["engine"].cpu_cores == ("0-3", "4-7")
     assert config.mps == "auto"

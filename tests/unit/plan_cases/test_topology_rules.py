@@ -87,7 +87,12 @@ def graph(*stages: str) -> str:
             "does not wait for 'b' and 'c'",
         ),
         (
-            ("name: a, next: [b, c]", "name: b, next: d", "name: c, next: d", "name: d, terminal: true, wait_for: [b, c]"),
+            (
+                "name: a, next: [b, c]",
+                "name: b, next: d",
+                "name: c, next: d",
+                "name: d, terminal: true, wait_for: [b, c]",
+            ),
             "no merge_fn",
         ),
         (("name: a, next: b, route_fn: dummy.nothing", "name: b, terminal: true"), "route_fn 'dummy.nothing'"),
@@ -128,7 +133,7 @@ def test_replica_devices_put_the_stages_of_a_process_together() -> None:
     assert {i.device for i in plan(text, "--vocoder.process", "engine").plan.instances} == {2, None}
 
 
-@pytest.mark.parametrize("gpu", ["0", "[0]", "[1, 1]", "[0, 1, 2]", "none"])
+@pytest.mark.parametrize("gpu", ["0", "[0]", "[3, 3]", "[0, 1, 2]", "none"])
 def test_a_tp_stage_has_a_gpu_per_rank(gpu: str) -> None:
     flags = ("--tts_engine.tp_size", "2", "--tts_engine.gpu", gpu, "--tts_engine.gpu_memory_fraction", "none")
     assert codes("", *flags) == ["PLAN-004"]

@@ -6,7 +6,7 @@ import pytest
 
 from sgl_omni.topology.source import Missing, Opaque, Signature, SourceReader
 
-MODULE = '''
+MODULE = """
 import functools
 from .parts import made_there, Base as Renamed
 raise RuntimeError("this module is never imported")
@@ -26,7 +26,7 @@ alias = plain
 partial = functools.partial(plain, size=1)
 if True:
     def inside(y): ...
-'''
+"""
 
 
 @pytest.fixture
