@@ -119,15 +119,17 @@ class Squares(StreamStage[dict[str, Any]]):
 
     concurrency = 2
 
-    def __init__(self) -> None:
+    def __init__(self, unlucky: int, close_seconds: float) -> None:
         self.open_states = 0
+        self._unlucky = unlucky
+        self._close_seconds = close_seconds
 
     def open(self, request: Request) -> dict[str, Any]:
         self.open_states += 1
         return {"count": 0}
 
     def feed(self, state: dict[str, Any], chunk: Payload) -> Iterable[Payload]:
-        if chunk["i"] == 1313:
+        if chunk["i"] == self._unlucky:
             raise RuntimeError("unlucky chunk")
         state["count"] += 1
         yield {"square": chunk["i"] ** 2, "mean": float(chunk["data"].mean())}
@@ -139,11 +141,12 @@ class Squares(StreamStage[dict[str, Any]]):
         return {**payload, "count_seen": state["count"], "pid": os.getpid(), "still_open": self.open_states - 1}
 
     def close(self, state: dict[str, Any]) -> None:
+        time.sleep(self._close_seconds)
         self.open_states -= 1
 
 
-def squares() -> Squares:
-    return Squares()
+def squares(unlucky: int = 1313, close_seconds: float = 0.0) -> Squares:
+    return Squares(unlucky, close_seconds)
 
 
 class CountingEngine:

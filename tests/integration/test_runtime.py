@@ -284,6 +284,21 @@ async def test_a_failing_chunk_fails_the_request_and_frees_the_source(start: Sta
     assert (await pipeline.submit({"count": 3}).result())["b"]["still_open"] == 0
 
 
+async def test_chunks_that_arrive_while_a_failed_request_is_closed_do_not_revive_it(start: Start) -> None:
+    pipeline = await start(
+        plan_of(
+            stage("a", "stream_source", next="b", stream_to="b"),
+            stage("b", "squares", terminal=True, factory_args={"unlucky": 17, "close_seconds": 0.1}),
+        )
+    )
+    handles = [pipeline.submit({"count": 100, "pause": 0.005}) for _ in range(20)]
+    for handle in handles:
+        with pytest.raises(StageFailed, match="unlucky chunk"):
+            await handle.result()
+    await assert_empty(pipeline)
+    assert (await pipeline.submit({"count": 1}).result())["b"]["still_open"] == 0
+
+
 async def test_a_payload_that_cannot_travel_is_refused_at_the_door(start: Start) -> None:
     pipeline = await start(chain())
     for bad in ({"x": object()}, {"x": {1: 2}}, {"x": 2**70}, {"x": np.array([object()])}, {"x": {1, 2}}, [1]):
@@ -315,6 +330,18 @@ async def test_abort_is_idempotent_and_frees_threads_coroutines_and_queues(start
     await asyncio.sleep(TOMBSTONE_SECONDS + 0.5)
     await pipeline.refresh()
     assert not any(i["aborted_ids"] for i in pipeline.stats()["instances"].values())
+
+
+@pytest.mark.parametrize("first", ["tag", "plain", "batch", "squares", "engine"])
+async def test_an_abort_in_the_same_breath_as_the_request(start: Start, first: str) -> None:
+    """The process reads both at once, so the work is ended before its first step."""
+    pipeline = await start(plan_of(stage("a", first, terminal=True)))
+    for _ in range(20):
+        handles = [pipeline.submit({"n": 3}) for _ in range(10)]
+        for handle in handles[1:]:
+            handle.abort()
+        assert await handles[0].result()
+    await assert_empty(pipeline)
 
 
 async def test_a_full_server_refuses_at_once_and_recovers(start: Start) -> None:

@@ -7,6 +7,7 @@ with exactly one call of `finish` or `fail` on its `StageRequest`, or with `disc
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import threading
@@ -75,7 +76,7 @@ class FunctionRunner(Runner):
     def __init__(self, stage: FunctionStage) -> None:
         self._stage = stage
         self._waiting: deque[tuple[StageRequest, Payload]] = deque()
-        self._running: dict[StageRequest, asyncio.Task[None]] = {}
+        self._running: dict[StageRequest, asyncio.Task[Payload]] = {}
 
     def submit(self, request: StageRequest, payload: Payload) -> None:
         self._waiting.append((request, payload))
@@ -89,22 +90,22 @@ class FunctionRunner(Runner):
             request, payload = self._waiting.popleft()
             if request.aborted:
                 continue  # discarded when it was aborted
-            self._running[request] = asyncio.create_task(self._run(request, payload))
+            task = asyncio.create_task(self._call(payload, request))
+            self._running[request] = task
+            task.add_done_callback(functools.partial(self._ended, request))
 
-    async def _run(self, request: StageRequest, payload: Payload) -> None:
-        try:
-            result = await self._call(payload, request)
-        except asyncio.CancelledError:
-            if not request.aborted:
-                raise
+    def _ended(self, request: StageRequest, task: asyncio.Task[Payload]) -> None:
+        """A callback and no `finally`: a task that is cancelled before its first step runs none of its code."""
+        del self._running[request]
+        if request.aborted:
             request.discard()
-        except Exception as error:  # noqa: BLE001 - whatever an author's code raises belongs to this request alone
+        elif task.cancelled():
+            request.fail(RuntimeError("the stage's function was cancelled from within"))
+        elif isinstance(error := task.exception(), Exception):
             request.fail(error)
         else:
-            request.finish(result)
-        finally:
-            del self._running[request]
-            self._start()
+            request.finish(task.result())
+        self._start()
 
     @abstractmethod
     async def _call(self, payload: Payload, request: StageRequest) -> Payload: ...
@@ -117,7 +118,7 @@ class FunctionRunner(Runner):
             return
         self._stop(task)
 
-    def _stop(self, task: asyncio.Task[None]) -> None:
+    def _stop(self, task: asyncio.Task[Payload]) -> None:
         """A call in progress on a thread cannot be stopped: its result is dropped when it returns."""
 
 
@@ -128,7 +129,7 @@ class AsyncFunctionRunner(FunctionRunner):
         result: Payload = await self._stage.fn(payload, request)  # type: ignore[misc]
         return result
 
-    def _stop(self, task: asyncio.Task[None]) -> None:
+    def _stop(self, task: asyncio.Task[Payload]) -> None:
         task.cancel()
 
 
@@ -224,11 +225,12 @@ class BatchRunner(Runner):
 class _StreamWork:
     """What a stream stage holds for one request."""
 
-    __slots__ = ("events", "opened", "payload", "state", "task")
+    __slots__ = ("ended", "events", "opened", "payload", "state", "task")
 
     def __init__(self) -> None:
         self.events: deque[tuple[str, Payload | None]] = deque()
         self.opened = False
+        self.ended = False  # closing: what still arrives is dropped
         self.state: Any = None
         self.payload: Payload | None = None
         self.task: asyncio.Task[None] | None = None
@@ -262,7 +264,7 @@ class StreamRunner(Runner):
         work = self._work.get(request)
         if work is None:
             request.discard()
-        elif work.task is None:
+        elif work.task is None and not work.ended:
             work.task = asyncio.create_task(self._drive(request, work))
 
     def close(self) -> None:
@@ -273,6 +275,8 @@ class StreamRunner(Runner):
 
     def _event(self, request: StageRequest, source: str, chunk: Payload | None) -> None:
         work = self._of(request)
+        if work.ended:
+            return
         work.events.append((source, chunk))
         if work.task is None:
             work.task = asyncio.create_task(self._drive(request, work))
@@ -298,12 +302,14 @@ class StreamRunner(Runner):
         work.task = None
         if result is None and failure is None and not request.aborted:
             return
-        del self._work[request]
+        work.ended = True
+        work.events.clear()
         if work.opened:
             try:
                 await self._in_thread(self._stage.close, work.state)
             except Exception as error:  # noqa: BLE001 - as above
                 failure = failure or error
+        del self._work[request]
         if failure is not None:
             request.fail(failure)
         elif result is not None:

@@ -238,10 +238,14 @@ class Worker:
         if request is not None:
             request.acknowledged(target, count)
 
-    def _abort(self, request_id: str) -> None:
+    def _refuse_from_now(self, request_id: str) -> None:
+        """Messages of this request that are already on their way are dropped when they arrive."""
         if not self._tombstones:
             self._loop.call_later(TOMBSTONE_SECONDS, self._bury)
-        self._tombstones[request_id] = self._loop.time() + TOMBSTONE_SECONDS
+        self._tombstones.setdefault(request_id, self._loop.time() + TOMBSTONE_SECONDS)
+
+    def _abort(self, request_id: str) -> None:
+        self._refuse_from_now(request_id)
         for request in list(self._active.get(request_id, {}).values()):
             if not request.aborted:
                 request.mark_aborted()
@@ -311,6 +315,7 @@ class Worker:
             text = str(error) if invalid or isinstance(error, PayloadError) else f"{type(error).__name__}: {error}"
             kind, param = ("invalid", error.param) if isinstance(error, InvalidRequest) else ("error", None)
             self._control.send(Failure(request.id, request.stage, self._instance.name, kind, text, param))
+            self._refuse_from_now(request.id)
         _forget_frames(error)
         self.discard(request)
 
