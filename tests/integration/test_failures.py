@@ -301,7 +301,7 @@ def test_what_the_planner_refuses_never_starts_a_process(tmp_path: Path) -> None
     config = tmp_path / "wrong.yaml"
     config.write_text(BROKEN.replace("next: second", "next: sekond").replace("process: first", "proces: first"))
     server = Server("--config", str(config), run_folder=tmp_path, cwd=Path(__file__).parent)
-    assert server.wait(30) == 1
+    assert server.wait(30) == 2
     assert "'sekond'" in server.log and "write instead: second" in server.log
     assert "wrong.yaml:5: unknown key 'stages.first.proces'" in server.log and "Traceback" not in server.log
     assert not list(tmp_path.glob("sgl-omni/run-*"))

@@ -50,5 +50,5 @@ def test_serve_says_what_is_missing() -> None:
 def test_an_unknown_model_is_refused_without_a_traceback() -> None:
     code = "import sys; sys.argv = ['sgl-omni', 'serve', '--model-path', 'nobody/nothing']"
     done = python(f"{code}; from sgl_omni.cli.main import main; main()")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "nobody/nothing" in done.stderr and "Traceback" not in done.stderr

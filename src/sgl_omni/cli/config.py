@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from sgl_omni.config.load import load_config
 from sgl_omni.config.resolved import ResolvedConfig
 from sgl_omni.config.scalars import parse_bytes
 from sgl_omni.config.violations import PlanError
+from sgl_omni.gpu.devices import real_host
 from sgl_omni.models.registry import PipelineRegistry
-from sgl_omni.topology.host import Device, Host, cuda_host, virtual_host
+from sgl_omni.topology.host import Host, cuda_host, virtual_host
 
 _FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 REFUSED = 2
@@ -180,29 +180,3 @@ def _host(path: Path | None, platform: str, virtual_gpu_memory: str) -> tuple[Ho
         "GPUs; --host FILE describes one, --platform cpu plans for this machine"
     )
     return cuda_host(None), note
-
-
-def real_host() -> Host | None:
-    """This machine's GPUs as the driver lists them; None where there is no driver or no GPU."""
-    if not any(Path(p).exists() for p in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")):
-        return None  # spares loading the driver's library
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        devices = tuple(
-            Device(memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(h).total), name=str(pynvml.nvmlDeviceGetName(h)))
-            for h in handles
-        )
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-    if not devices:
-        return None
-    mps = shutil.which("nvidia-cuda-mps-control") is not None
-    return Host(devices=devices, mps=mps, cpu_count=os.cpu_count())

@@ -47,7 +47,10 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point: errors raised on purpose become one message and exit status 1, without a traceback."""
+    """Entry point: errors raised on purpose become one message, without a traceback.
+
+    Exit status: 2 when the command line or the configuration is refused, 1 for everything else that fails.
+    """
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)  # a config may name stages of the folder that it is served from
@@ -55,7 +58,7 @@ def main() -> None:
         cli()
     except OmniError as error:
         click.echo(f"error: {error}", err=True)
-        sys.exit(1)
+        sys.exit(2 if error.code == "plan" else 1)
 
 
 if __name__ == "__main__":

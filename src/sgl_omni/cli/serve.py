@@ -60,7 +60,7 @@ def command(
     Every key of the configuration can be overridden by a dotted flag, for example `--vocoder.process vocoder`,
     `--processes.tts_engine.num_replicas 2` or `--mps auto`.
 
-    Exit status: 0 after a signal, 1 when the start or a process failed.
+    Exit status: 0 after a signal, 1 when the start or a process failed, 2 when the configuration is refused.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if config_path is None and model_path is None:
@@ -77,17 +77,21 @@ def prepare(
     """The plan, what it serves, and the names that requests may give the model."""
     from sgl_omni.config.load import load_config
     from sgl_omni.config.scalars import parse_bytes
-    from sgl_omni.gpu.devices import detect_platform
+    from sgl_omni.gpu.devices import usable_host
     from sgl_omni.models.registry import PipelineRegistry
     from sgl_omni.topology.builder import build_plan
-    from sgl_omni.topology.host import cuda_host, virtual_host
+    from sgl_omni.topology.host import virtual_host
     from sgl_omni.topology.render import print_layout
 
     resolved = load_config(config_path, flags, registry=PipelineRegistry(), model_path=model_path)
-    chosen = detect_platform() if platform == "auto" else platform
-    host = virtual_host(parse_bytes(virtual_gpu_memory)) if chosen == "cpu" else cuda_host(None)
+    host = None if platform == "cpu" else usable_host()
+    if platform == "cuda" and host is None:
+        raise StartupError("--platform cuda: there is no GPU here, or the installed torch is built for the CPU only")
+    if host is None:
+        host = virtual_host(parse_bytes(virtual_gpu_memory))
     plan = build_plan(resolved, host)
     print_layout(plan, host)
+    refuse_what_cannot_run(plan)
     task = None
     if resolved.model_path is not None:
         try:
@@ -96,6 +100,19 @@ def prepare(
             raise StartupError(str(error)) from error
     given = resolved.config.model_path or plan.name
     return plan, task, list(dict.fromkeys([given, plan.name]))
+
+
+def refuse_what_cannot_run(plan: Plan) -> None:
+    """A plan is run exactly or not at all.
+
+    Raises:
+        StartupError: the plan asks for something that this version plans but does not run yet.
+    """
+    missing = [f"tensor parallelism (process '{p.name}', size {p.tp_size})" for p in plan.processes if p.tp_size > 1]
+    missing += [f"weight sharing (process '{g.process}' on GPU {g.device})" for g in plan.sharing_groups]
+    missing += [f"MPS (GPU {gpu})" for gpu in plan.mps]
+    if missing:
+        raise StartupError(f"this version plans but does not run yet: {'; '.join(missing)}")
 
 
 async def serve(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from sgl_omni.config.resolved import ResolvedConfig
@@ -90,6 +91,11 @@ _FOLLOWS: dict[str, frozenset[str]] = {
 """Rules that may fail only because the value of a key could not be read. Other keys: the wiring."""
 
 
+def _model_name(model_path: str | None) -> str | None:
+    """``demo-voice`` of ``demo-voice``, ``org/demo-voice`` or a folder of that name."""
+    return PurePath(model_path).name if model_path else None
+
+
 def _raise_if_refused(found: Findings) -> None:
     """Violations that only follow from a value that could not be read are left out."""
     violations = [*found.resolved.violations, *(v for v in found.violations if not _follows(found, v))]
@@ -120,7 +126,7 @@ def _plan(
     resolved = found.resolved
     followers = {name for group in sharing for name in group.followers}
     return Plan(
-        name=resolved.config.name or resolved.class_name or "pipeline",
+        name=resolved.config.name or _model_name(resolved.config.model_path) or resolved.class_name or "pipeline",
         model_path=resolved.model_path,
         platform=found.host.platform,
         entry=entry,
