@@ -114,6 +114,16 @@ async def test_without_a_replica_left_requests_are_refused_until_it_is_back(star
     assert await pipeline.submit({}).result()
 
 
+async def test_an_engine_that_fails_outside_a_step_ends_its_process_by_name(start: Start) -> None:
+    pipeline = await start(plan_of(stage("e", "engine", terminal=True)))
+    other, culprit = pipeline.submit({"n": 900}), pipeline.submit({"n": 666})
+    await asyncio.sleep(0.1)
+    culprit.abort()
+    with pytest.raises(ProcessExited, match=r"instance 'e' .*exited with status 70"):
+        await other.result()
+    assert "the engine cannot abort this" in await asyncio.wait_for(pipeline.failed(), 1)
+
+
 async def test_stop_drains_what_finishes_and_aborts_what_does_not(start: Start) -> None:
     pipeline = await start(plan_of(stage("a", "obey", terminal=True)))
     quick, slow = (pipeline.submit({"do": "sleep", "seconds": s}) for s in (0.3, 30))
@@ -176,6 +186,14 @@ async def test_a_killed_server_takes_its_children_along_and_the_next_start_clean
     folder = RunDir()
     assert list((own_run_folder / "sgl-omni").glob("run-*")) == [folder.path]
     folder.close()
+
+
+def test_a_run_folder_of_another_or_too_long_a_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="too long a path"):
+        RunDir(tmp_path / ("x" * 100))
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StartupError, match="run folder"):
+        RunDir(tmp_path / "file")
 
 
 async def test_two_servers_never_touch_each_other(start: Start, own_run_folder: Path) -> None:

@@ -25,6 +25,8 @@ from sgl_omni.errors import StartupError
 log = logging.getLogger("sgl_omni.rundir")
 
 LOCK = "lock"
+LONGEST_BASE = 80
+"""Bytes of the base folder's path that leave room for a socket's name within the 107 that an address may have."""
 RECORD = "processes.json"
 
 
@@ -90,6 +92,8 @@ def clean_stale(base: Path) -> list[Path]:
 
 
 def _private(base: Path) -> None:
+    if len(os.fsencode(base)) > LONGEST_BASE:
+        raise StartupError(f"the run folder {base} is too long a path for sockets in it; set XDG_RUNTIME_DIR")
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -26,6 +27,9 @@ from sgl_omni.runtime.stage import BatchStage, EngineStage, FunctionStage, Paylo
 log = logging.getLogger("sgl_omni.stage")
 T = TypeVar("T")
 _END: Payload = {}
+
+EXIT_ENGINE_FAILED = 70
+"""Exit status of a process whose engine raised where it must not: in `abort`, `stats` or `has_work`."""
 
 
 class Runner(ABC):
@@ -350,7 +354,7 @@ class EngineRunner(Runner):
         self._inside: set[str] = set()  # ids that the engine holds; the engine thread's own
         self._wake = threading.Condition()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=f"{name}-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_or_die, name=f"{name}-engine", daemon=True)
         self._thread.start()
 
     def submit(self, request: StageRequest, payload: Payload) -> None:
@@ -375,6 +379,14 @@ class EngineRunner(Runner):
         with self._wake:
             self._commands.append((request_id, payload))
             self._wake.notify()
+
+    def _run_or_die(self) -> None:
+        """Without this thread the process would look alive and answer nothing, so it ends with it, by name."""
+        try:
+            self._run()
+        except BaseException:
+            log.exception("the engine's thread failed, and this process ends with it")
+            os._exit(EXIT_ENGINE_FAILED)
 
     def _run(self) -> None:
         """The engine thread: commands, then one step, for as long as there is work; else it sleeps."""
@@ -462,10 +474,10 @@ class EngineRunner(Runner):
         self._forget(request.id, cancel=False)
 
     def _emit_now(self, request: StageRequest, chunk: Payload) -> bool:
-        """False: the chunk cannot travel, and the request has failed for it."""
+        """False: the chunk cannot travel or its receiver is gone, and the request has failed for it."""
         try:
             request.emit_now(chunk)
-        except PayloadError as error:
+        except (PayloadError, OSError) as error:
             self._command(request.id, None)
             self._close_request(request, EngineOutput(request.id, error=error))
             return False
