@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from sgl_omni.topology.plan import Plan, PlatformName
+from sgl_omni.topology.plan import Plan
 
 Binding = dict[str, int]
 """Replicated Process name -> replica index, chosen at admission."""
@@ -123,7 +123,6 @@ class Spawn(Message, tag=11, frozen=True):
     plan: Plan
     instance: str
     run_dir: str
-    platform: PlatformName
     sys_path: list[str]
 
 

@@ -143,9 +143,7 @@ class Supervisor:
             lambda channel, reason: self._broken(instance, reason),
             name=instance.name,
         )
-        instance.channel.send(
-            Spawn(self._plan, instance.name, str(self._run_dir.path), self._plan.platform, list(sys.path))
-        )
+        instance.channel.send(Spawn(self._plan, instance.name, str(self._run_dir.path), list(sys.path)))
 
     def _environment(self, plan: InstancePlan) -> dict[str, str]:
         """The parent's, a fair share of the threads, and what the plan says, which wins."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
-import inspect
 import logging
 import os
 import signal
@@ -23,7 +22,9 @@ from typing import Any
 import msgspec
 
 from sgl_omni.errors import InvalidRequest, PayloadError
+from sgl_omni.runtime.build import build_runner
 from sgl_omni.runtime.channel import Channel
+from sgl_omni.runtime.engine_runner import EngineRunner
 from sgl_omni.runtime.messages import (
     Abort,
     Failure,
@@ -43,7 +44,7 @@ from sgl_omni.runtime.messages import (
     Submit,
 )
 from sgl_omni.runtime.requests import StageRequest
-from sgl_omni.runtime.runners import EngineRunner, Runner, StreamRunner, runner_for
+from sgl_omni.runtime.runners import Runner
 from sgl_omni.runtime.stage import Payload
 from sgl_omni.runtime.wiring import Wiring, cut_others, load_object
 from sgl_omni.topology.plan import StagePlan
@@ -88,7 +89,7 @@ class Worker:
         started = time.monotonic()
         for name in self._instance.stages:
             try:
-                self._build(self._wiring.stages[name], spawn)
+                self._build(self._wiring.stages[name])
             except Exception as error:  # noqa: BLE001 - reported to the supervisor with its traceback
                 self._control.send(StartFailed(self._instance.name, name, repr(error), traceback.format_exc()))
                 self._control.flush()
@@ -102,20 +103,9 @@ class Worker:
             runner.close()
         return status
 
-    def _build(self, stage: StagePlan, spawn: Spawn) -> None:
-        factory = load_object(stage.factory_path)
-        injected = {
-            "model_path": spawn.plan.model_path,
-            "gpu_id": self._instance.device if stage.gpu else None,
-            "device": f"cuda:{self._instance.device}" if stage.gpu and spawn.platform == "cuda" else "cpu",
-            "engine": stage.engine or {},
-        }
-        declared = inspect.signature(factory).parameters
-        arguments = {key: value for key, value in injected.items() if key in declared} | stage.factory_args
-        runner = runner_for(factory(**arguments), stage.name)
-        if any(stage.name in s.stream_to for s in self._plan.stages) and not isinstance(runner, StreamRunner):
-            raise TypeError(f"stage '{stage.name}' receives a stream, so its factory must return a StreamStage")
-        self._runners[stage.name] = runner
+    def _build(self, stage: StagePlan) -> None:
+        device = self._instance.device if stage.gpu else None
+        self._runners[stage.name] = build_runner(stage, self._plan, device)
         if stage.route_fn:
             self._routes[stage.name] = load_object(stage.route_fn)
         if stage.merge_fn:

@@ -1,0 +1,54 @@
+"""From a stage's plan to a running stage: calls its factory and wraps what it returns."""
+
+from __future__ import annotations
+
+import inspect
+
+from sgl_omni.runtime.engine_runner import EngineRunner
+from sgl_omni.runtime.runners import AsyncFunctionRunner, BatchRunner, Runner, ThreadFunctionRunner
+from sgl_omni.runtime.stage import BatchStage, EngineStage, FunctionStage, Stage, StreamStage
+from sgl_omni.runtime.stream_runner import StreamRunner
+from sgl_omni.runtime.wiring import load_object
+from sgl_omni.topology.plan import Plan, StagePlan
+
+
+def build_runner(stage: StagePlan, plan: Plan, device: int | None) -> Runner:
+    """Calls the stage's factory with its own arguments and those of the offered ones that its signature names.
+
+    Args:
+        device: the GPU of this instance; None for a CPU stage.
+
+    Raises:
+        TypeError: the factory returned no stage, or one that cannot take the stream that leads to it.
+        Exception: whatever the factory raises.
+    """
+    factory = load_object(stage.factory_path)
+    offered = {
+        "model_path": plan.model_path,
+        "gpu_id": device,
+        "device": f"cuda:{device}" if device is not None and plan.platform == "cuda" else "cpu",
+        "engine": stage.engine or {},
+    }
+    declared = inspect.signature(factory).parameters
+    arguments = {key: value for key, value in offered.items() if key in declared} | stage.factory_args
+    runner = runner_for(factory(**arguments), stage.name)
+    if any(stage.name in s.stream_to for s in plan.stages) and not isinstance(runner, StreamRunner):
+        raise TypeError(f"stage '{stage.name}' receives a stream, so its factory must return a StreamStage")
+    return runner
+
+
+def runner_for(stage: Stage, name: str) -> Runner:
+    """Raises TypeError when a factory returned something that is no stage."""
+    if isinstance(stage, FunctionStage):
+        asynchronous = inspect.iscoroutinefunction(stage.fn)
+        return AsyncFunctionRunner(stage) if asynchronous else ThreadFunctionRunner(stage, name)
+    if isinstance(stage, BatchStage):
+        return BatchRunner(stage, name)
+    if isinstance(stage, StreamStage):
+        return StreamRunner(stage, name)
+    if isinstance(stage, EngineStage):
+        return EngineRunner(stage, name)
+    raise TypeError(
+        f"the factory of stage '{name}' returned a {type(stage).__name__}; "
+        "return a FunctionStage, BatchStage, StreamStage or EngineStage"
+    )

@@ -1,0 +1,128 @@
+"""Runs a stream stage: per-request state that is fed by chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from sgl_omni.runtime.requests import StageRequest
+from sgl_omni.runtime.runners import Runner
+from sgl_omni.runtime.stage import Payload, StreamStage
+
+T = TypeVar("T")
+_END: Payload = {}
+
+
+class _StreamWork:
+    """What a stream stage holds for one request."""
+
+    __slots__ = ("ended", "events", "opened", "payload", "state", "task")
+
+    def __init__(self) -> None:
+        self.events: deque[tuple[str, Payload | None]] = deque()
+        self.opened = False
+        self.ended = False  # closing: what still arrives is dropped
+        self.state: Any = None
+        self.payload: Payload | None = None
+        self.task: asyncio.Task[None] | None = None
+
+
+class StreamRunner(Runner):
+    """Feeds chunks to per-request state, in order for one request and in parallel for several."""
+
+    def __init__(self, stage: StreamStage[Any], name: str) -> None:
+        self._stage = stage
+        self._pool = ThreadPoolExecutor(stage.concurrency, thread_name_prefix=name)
+        self._work: dict[StageRequest, _StreamWork] = {}
+
+    def submit(self, request: StageRequest, payload: Payload) -> None:
+        work = self._of(request)
+        work.payload = payload
+        if not request.open_streams():
+            self._event(request, "end", None)
+
+    def chunk(self, request: StageRequest, source: str, chunk: Payload) -> None:
+        self._event(request, source, chunk)
+
+    def end(self, request: StageRequest) -> None:
+        if self._of(request).payload is not None or not request.expects_payload():
+            self._event(request, "end", None)
+
+    def gauges(self) -> dict[str, float]:
+        return {"running": len(self._work), "queued": sum(len(w.events) for w in self._work.values())}
+
+    def abort(self, request: StageRequest) -> None:
+        work = self._work.get(request)
+        if work is None:
+            request.discard()
+        elif work.task is None and not work.ended:
+            work.task = asyncio.create_task(self._drive(request, work))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _of(self, request: StageRequest) -> _StreamWork:
+        return self._work.setdefault(request, _StreamWork())
+
+    def _event(self, request: StageRequest, source: str, chunk: Payload | None) -> None:
+        work = self._of(request)
+        if work.ended:
+            return
+        work.events.append((source, chunk))
+        if work.task is None:
+            work.task = asyncio.create_task(self._drive(request, work))
+
+    async def _drive(self, request: StageRequest, work: _StreamWork) -> None:
+        """Works off the events that are there; ends the request at "end", at an error or at an abort."""
+        result: Payload | None = None
+        failure: Exception | None = None
+        try:
+            while work.events and not request.aborted:
+                source, chunk = work.events.popleft()
+                if not work.opened:
+                    work.state = await self._in_thread(self._stage.open, request)
+                    work.opened = True
+                if chunk is not None:
+                    await self._emit_all(request, lambda c=chunk: self._stage.feed(work.state, c))  # type: ignore[misc]
+                    request.acknowledge(source)
+                    continue
+                await self._emit_all(request, lambda: self._stage.flush(work.state))
+                result = await self._in_thread(self._stage.result, work.state, work.payload or {})
+        except Exception as error:  # noqa: BLE001 - whatever an author's code raises belongs to this request alone
+            failure = error
+        work.task = None
+        if result is None and failure is None and not request.aborted:
+            return
+        work.ended = True
+        work.events.clear()
+        if work.opened:
+            try:
+                await self._in_thread(self._stage.close, work.state)
+            except Exception as error:  # noqa: BLE001 - as above
+                failure = failure or error
+        del self._work[request]
+        if failure is not None:
+            request.fail(failure)
+        elif result is not None:
+            request.finish(result)
+        else:
+            request.discard()
+
+    async def _emit_all(self, request: StageRequest, produce: Callable[[], Iterable[Payload]]) -> None:
+        """Sends each chunk as soon as the stage yields it."""
+        iterator: Iterator[Payload] | None = None
+
+        def advance() -> Payload:
+            nonlocal iterator
+            if iterator is None:
+                iterator = iter(produce())
+            return next(iterator, _END)
+
+        while not request.aborted and (item := await self._in_thread(advance)) is not _END:
+            await request.emit(item)
+
+    async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
