@@ -3,7 +3,6 @@ import base64
 import io
 import json
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 
@@ -506,11 +505,9 @@ async def test_encoding_leaves_the_event_loop_free(asgi, backend):
 
     backend.script = long
     request = asyncio.create_task(asgi.post("/v1/audio/speech", json=SAY | {"response_format": "opus"}))
-    began = last = time.perf_counter()
-    longest_gap = 0.0
+    turns = 0
     while not request.done():
         await asyncio.sleep(0.001)
-        now = time.perf_counter()
-        longest_gap, last = max(longest_gap, now - last), now
+        turns += 1
     assert (await request).status_code == 200
-    assert longest_gap < (last - began) / 2
+    assert turns > 20, "encoding on the loop would leave it a handful of turns"

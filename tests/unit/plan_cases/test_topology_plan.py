@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import msgspec
 from planning import FULL, GIB, SpeechPipelineConfig, load, plan
@@ -71,7 +70,8 @@ def test_the_layout_names_what_sits_on_each_gpu() -> None:
     assert facts["mps"]["auto"] == {"0": ["engine@r0", "engine@r1"]}
 
 
-def test_a_thousand_stages_of_64_replicas_are_planned_in_a_second() -> None:
+def test_a_thousand_stages_of_64_replicas_are_planned() -> None:
+    """`benchmarks/plan.py` says how long it takes."""
     count = 1000
     lines = ["stages:"]
     for i in range(count):
@@ -81,9 +81,7 @@ def test_a_thousand_stages_of_64_replicas_are_planned_in_a_second() -> None:
     lines.append("processes:")
     lines += [f"  p{i}: {{num_replicas: 64, replica_devices: {list(range(8)) * 8}}}" for i in range(count)]
     resolved = load("\n".join(lines), cls=None)
-    start = time.process_time()
     made = plan_config(resolved, cuda_host(8, 80 * GIB), {})
-    assert time.process_time() - start < 1.0
     assert len(made.plan.instances) == 64_000
 
 
