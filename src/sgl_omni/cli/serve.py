@@ -16,6 +16,7 @@ from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.topology.plan import Plan
 
 if TYPE_CHECKING:
+    from sgl_omni.config.schema import PipelineConfig
     from sgl_omni.config.tasks import SpeechTask
     from sgl_omni.runtime.pipeline import Pipeline
 
@@ -91,7 +92,7 @@ def prepare(
         host = virtual_host(parse_bytes(virtual_gpu_memory))
     plan = build_plan(resolved, host)
     print_layout(plan, host)
-    refuse_what_cannot_run(plan)
+    refuse_what_cannot_run(plan, resolved.cls)
     task = None
     if resolved.model_path is not None:
         try:
@@ -102,15 +103,16 @@ def prepare(
     return plan, task, list(dict.fromkeys([given, plan.name]))
 
 
-def refuse_what_cannot_run(plan: Plan) -> None:
+def refuse_what_cannot_run(plan: Plan, cls: type[PipelineConfig]) -> None:
     """A plan is run exactly or not at all.
 
     Raises:
         StartupError: the plan asks for something that this version plans but does not run yet.
     """
+    if not cls.runnable:
+        raise cls.not_runnable()
     missing = [f"tensor parallelism (process '{p.name}', size {p.tp_size})" for p in plan.processes if p.tp_size > 1]
     missing += [f"weight sharing (process '{g.process}' on GPU {g.device})" for g in plan.sharing_groups]
-    missing += [f"MPS (GPU {gpu})" for gpu in plan.mps]
     if missing:
         raise StartupError(f"this version plans but does not run yet: {'; '.join(missing)}")
 

@@ -75,6 +75,8 @@ class Layers:
             "stages": copy.deepcopy(dict(self.cls.default_stages)),
             "processes": copy.deepcopy(dict(self.cls.default_processes)),
         }
+        if self.cls.default_placement:
+            self.class_tree["placement"] = copy.deepcopy(dict(self.cls.default_placement))
         if self.cls.default_entry_stage is not None:
             self.class_tree["entry_stage"] = self.cls.default_entry_stage
         self.tree = copy.deepcopy(self.class_tree)

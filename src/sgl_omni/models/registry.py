@@ -11,6 +11,11 @@ from sgl_omni.config.schema import PipelineConfig
 
 SHIPPED: dict[str, str] = {
     "DemoVoicePipelineConfig": "sgl_omni.models.demo_voice.pipeline",
+    "Qwen3OmniSpeechPipelineConfig": "sgl_omni.models.qwen3_omni.pipeline",
+    "HiggsTtsPipelineConfig": "sgl_omni.models.higgs_tts.pipeline",
+    "MossTTSLocalPipelineConfig": "sgl_omni.models.moss_tts_local.pipeline",
+    "Qwen3TTSPipelineConfig": "sgl_omni.models.qwen3_tts.pipeline",
+    "MingOmniTTSPipelineConfig": "sgl_omni.models.ming_omni_tts.pipeline",
 }
 """Class name -> module that defines it. A new family adds one line."""
 

@@ -18,11 +18,12 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("demo_voice*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_examples_resolve(path: Path) -> None:
     result = run("resolve", "--config", str(path), *CPU)
     assert result.exit_code == 0, result.output
     assert "GPU 0:" in result.output
+    assert result.output.startswith(str(yaml.safe_load(path.read_text())["name"]))
 
 
 def test_the_layout_of_the_replicas() -> None:

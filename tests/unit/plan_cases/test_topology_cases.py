@@ -9,17 +9,10 @@ from plan_cases import check_folder, disagreements, read_case
 HERE = Path(__file__).parent
 EXPECTED = json.loads((HERE / "expected.json").read_text(encoding="utf-8"))
 SHARED = HERE.parents[3] / "shared" / "plan_cases"
-AWAITED = {
-    "q01_seed_replicas_across_gpus": "Qwen3OmniSpeechPipelineConfig does not ship yet",
-    "q02_seed_replicas_on_one_gpu": "MossTTSLocalPipelineConfig does not ship yet",
-    "q03_seed_mps_and_sharing": "MossTTSLocalPipelineConfig does not ship yet",
-}
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_case_agrees(name: str) -> None:
-    if name in AWAITED:
-        pytest.xfail(AWAITED[name])
     assert list(disagreements(read_case(HERE / "cases" / f"{name}.yaml"), EXPECTED[name])) == []
 
 
@@ -27,4 +20,4 @@ def test_case_agrees(name: str) -> None:
 def test_the_copied_cases_are_the_shared_ones(capsys: pytest.CaptureFixture[str]) -> None:
     agreeing, total = check_folder(SHARED)
     assert total == len(EXPECTED)
-    assert agreeing == total - len(AWAITED), capsys.readouterr().out
+    assert agreeing == total, capsys.readouterr().out

@@ -1,0 +1,55 @@
+"""Higgs TTS as a pipeline: preprocessing -> audio_encoder -> tts_engine ==> vocoder. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from sgl_omni.config.schema import PipelineConfig
+
+_STAGES = "sgl_omni.models.higgs_tts.stages"
+
+
+class HiggsTtsPipelineConfig(PipelineConfig):
+    """Higgs TTS on one GPU: a front-end Process, the engine in `pipeline`, and the vocoder."""
+
+    runnable: ClassVar[bool] = False
+    model_ids: ClassVar[tuple[str, ...]] = (
+        "bosonai/higgs-tts-3-4b",
+        "bosonai/higgs-audio-v3-tts-4b",
+        "bosonai/higgs-tts-2-3b-base",
+        "bosonai/higgs-audio-v2-generation-3B-base",
+    )
+    architectures: ClassVar[tuple[str, ...]] = (
+        "HiggsMultimodalQwen3ForConditionalGeneration",
+        "HiggsAudioV2ForConditionalGeneration",
+    )
+    engine_stages: ClassVar[tuple[str, ...]] = ("tts_engine",)
+    default_stages: ClassVar[dict[str, dict[str, Any]]] = {
+        "preprocessing": {
+            "factory_path": f"{_STAGES}.create_preprocessing",
+            "process": "tts_frontend",
+            "next": "audio_encoder",
+        },
+        "audio_encoder": {
+            "factory_path": f"{_STAGES}.create_audio_encoder",
+            "process": "tts_frontend",
+            "gpu": 0,
+            "gpu_memory_fraction": 0.05,
+            "next": "tts_engine",
+        },
+        "tts_engine": {
+            "factory_path": f"{_STAGES}.create_engine",
+            "process": "pipeline",
+            "gpu": 0,
+            "gpu_memory_fraction": 0.85,
+            "next": "vocoder",
+            "stream_to": ["vocoder"],
+        },
+        "vocoder": {
+            "factory_path": f"{_STAGES}.create_vocoder",
+            "process": "vocoder",
+            "gpu": 0,
+            "gpu_memory_fraction": 0.05,
+            "terminal": True,
+        },
+    }

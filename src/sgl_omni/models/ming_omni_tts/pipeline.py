@@ -1,0 +1,43 @@
+"""Ming-Omni-TTS as a pipeline: preprocessing -> reference_encoder -> tts_engine. Imports no torch.
+
+Both edges carry plain payloads (fields of the request; the reference voice's embedding and latents as tensors),
+so each stage may run in a process of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from sgl_omni.config.schema import PipelineConfig
+
+_STAGES = "sgl_omni.models.ming_omni_tts.stages"
+
+
+class MingOmniTTSPipelineConfig(PipelineConfig):
+    """Ming-Omni-TTS on one GPU: three stages, each in its own Process."""
+
+    runnable: ClassVar[bool] = False
+    model_ids: ClassVar[tuple[str, ...]] = ("inclusionAI/Ming-omni-tts-0.5B", "inclusionAI/Ming-omni-tts-16.8B-A3B")
+    architectures: ClassVar[tuple[str, ...]] = ("BailingMMNativeForConditionalGeneration",)
+    engine_stages: ClassVar[tuple[str, ...]] = ("tts_engine",)
+    default_stages: ClassVar[dict[str, dict[str, Any]]] = {
+        "preprocessing": {
+            "factory_path": f"{_STAGES}.create_preprocessing",
+            "process": "preprocessing",
+            "next": "reference_encoder",
+        },
+        "reference_encoder": {
+            "factory_path": f"{_STAGES}.create_reference_encoder",
+            "process": "reference_encoder",
+            "gpu": 0,
+            "gpu_memory_fraction": 0.05,
+            "next": "tts_engine",
+        },
+        "tts_engine": {
+            "factory_path": f"{_STAGES}.create_engine",
+            "process": "pipeline",
+            "gpu": 0,
+            "gpu_memory_fraction": 0.85,
+            "terminal": True,
+        },
+    }

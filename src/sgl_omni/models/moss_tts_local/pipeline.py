@@ -1,0 +1,44 @@
+"""MOSS-TTS-Local as a pipeline: preprocessing -> tts_engine ==> vocoder. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from sgl_omni.config.schema import PipelineConfig
+
+_STAGES = "sgl_omni.models.moss_tts_local.stages"
+
+
+class MossTTSLocalPipelineConfig(PipelineConfig):
+    """MOSS-TTS-Local on one GPU: preprocessing on the host, the engine in `pipeline`, and the vocoder."""
+
+    runnable: ClassVar[bool] = False
+    model_ids: ClassVar[tuple[str, ...]] = (
+        "OpenMOSS-Team/MOSS-TTS-Local-Transformer-v1.5",
+        "OpenMOSS-Team/MOSS-TTS-Local-Transformer",
+    )
+    architectures: ClassVar[tuple[str, ...]] = ("MossTTSLocalModel",)
+    shareable_architectures: ClassVar[tuple[str, ...]] = ("MossTTSLocalModel",)
+    engine_stages: ClassVar[tuple[str, ...]] = ("tts_engine",)
+    default_stages: ClassVar[dict[str, dict[str, Any]]] = {
+        "preprocessing": {
+            "factory_path": f"{_STAGES}.create_preprocessing",
+            "process": "preprocessing",
+            "next": "tts_engine",
+        },
+        "tts_engine": {
+            "factory_path": f"{_STAGES}.create_engine",
+            "process": "pipeline",
+            "gpu": 0,
+            "gpu_memory_fraction": 0.85,
+            "next": "vocoder",
+            "stream_to": ["vocoder"],
+        },
+        "vocoder": {
+            "factory_path": f"{_STAGES}.create_vocoder",
+            "process": "vocoder",
+            "gpu": 0,
+            "gpu_memory_fraction": 0.05,
+            "terminal": True,
+        },
+    }

@@ -1,0 +1,73 @@
+"""Qwen3-Omni as a pipeline: text, images, audio and video in, text and speech out. Imports no torch.
+
+    preprocessing -> image_encoder, audio_encoder -> thinker ==> decode                 (text)
+                 \\-----------------------------------^     \\==> talker_ar ==> code2wav  (speech)
+
+The thinker is the fan-in: its ``merge_fn`` puts the encoders' embeddings into the prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from sgl_omni.config.schema import PipelineConfig
+
+_STAGES = "sgl_omni.models.qwen3_omni.stages"
+
+
+class Qwen3OmniSpeechPipelineConfig(PipelineConfig):
+    """Qwen3-Omni with speech output: encoders and thinker on GPU 0, the speech stages on GPU 1."""
+
+    runnable: ClassVar[bool] = False
+    model_ids: ClassVar[tuple[str, ...]] = ("Qwen/Qwen3-Omni-30B-A3B-Instruct",)
+    architectures: ClassVar[tuple[str, ...]] = ("Qwen3OmniMoeForConditionalGeneration",)
+    engine_stages: ClassVar[tuple[str, ...]] = ("thinker", "talker_ar")
+    default_stages: ClassVar[dict[str, dict[str, Any]]] = {
+        "preprocessing": {
+            "factory_path": f"{_STAGES}.create_preprocessing",
+            "process": "preprocessing",
+            "next": ["image_encoder", "audio_encoder", "thinker"],
+            "route_fn": f"{_STAGES}.route_to_encoders",
+        },
+        "image_encoder": {
+            "factory_path": f"{_STAGES}.create_image_encoder",
+            "process": "image_encoder",
+            "gpu": 0,
+            "next": "thinker",
+        },
+        "audio_encoder": {
+            "factory_path": f"{_STAGES}.create_audio_encoder",
+            "process": "audio_encoder",
+            "gpu": 0,
+            "next": "thinker",
+        },
+        "thinker": {
+            "factory_path": f"{_STAGES}.create_thinker",
+            "process": "thinker",
+            "gpu": 0,
+            "wait_for": ["preprocessing", "image_encoder", "audio_encoder"],
+            "merge_fn": f"{_STAGES}.merge_embeddings",
+            "next": ["decode", "talker_ar"],
+            "stream_to": ["decode", "talker_ar"],
+        },
+        "decode": {
+            "factory_path": f"{_STAGES}.create_decode",
+            "process": "decode",
+            "terminal": True,
+        },
+        "talker_ar": {
+            "factory_path": f"{_STAGES}.create_talker",
+            "process": "talker_ar",
+            "gpu": 1,
+            "next": "code2wav",
+            "stream_to": ["code2wav"],
+        },
+        "code2wav": {
+            "factory_path": f"{_STAGES}.create_code2wav",
+            "process": "code2wav",
+            "gpu": 1,
+            "terminal": True,
+        },
+    }
+    # No fraction suits every card: 30 billion parameters in bfloat16 are most of 80 GB and under half of 141 GB.
+    default_placement: ClassVar[dict[str, Any]] = {"require_memory_fraction_for_colocation": False}
