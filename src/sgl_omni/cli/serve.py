@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -89,7 +90,7 @@ def prepare(
     if platform == "cuda" and host is None:
         raise StartupError("--platform cuda: there is no GPU here, or the installed torch is built for the CPU only")
     if host is None:
-        host = virtual_host(parse_bytes(virtual_gpu_memory))
+        host = virtual_host(parse_bytes(virtual_gpu_memory), os.cpu_count())
     plan = build_plan(resolved, host)
     print_layout(plan, host)
     refuse_what_cannot_run(plan, resolved.cls)

@@ -8,6 +8,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from sgl_omni.cli.config import app
+from sgl_omni.cli.serve import command as serve
+from sgl_omni.config.violations import PlanError
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 REPLICAS = str(EXAMPLES / "demo_voice_replicas.yaml")
@@ -146,3 +148,12 @@ def test_the_json_schema_is_about_every_key() -> None:
     assert set(schema["$defs"]) >= {"StageConfig", "NamedStageConfig", "ProcessConfig", "EngineConfig"}
     for definition in schema["$defs"].values():
         assert all("description" in field or "$ref" in field for field in definition["properties"].values())
+
+
+def test_serve_refuses_what_resolve_refuses() -> None:
+    flags = ["--config", REPLICAS, *CPU, "--processes.vocoder.cpu_cores", "9999", "--vocoder.gpu", "x"]
+    with pytest.raises(PlanError) as refused:
+        CliRunner().invoke(serve, flags, catch_exceptions=False)
+    resolved = run("resolve", *flags)
+    assert resolved.exit_code == 2
+    assert str(refused.value) == resolved.stderr.partition("\n")[2].rstrip()
