@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ Start = Callable[..., Awaitable[Pipeline]]
 
 
 @pytest.fixture(autouse=True)
-def own_run_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run folders of a test lie in a folder of its own, so that what is left can be counted."""
-    folder = tmp_path_factory.mktemp("run")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    return folder
+def own_run_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Run folders of a test lie in a folder of its own, so that what is left can be counted; its path is short, as
+    socket addresses are."""
+    with tempfile.TemporaryDirectory(prefix="omni-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
 
 
 @pytest.fixture

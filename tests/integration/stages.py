@@ -224,3 +224,17 @@ def with_grandchild() -> FunctionStage:
         return {"grandchild": child.pid}
 
     return FunctionStage(run, 8)
+
+
+def mps_client(attach: bool = True) -> FunctionStage:
+    """Attaches to the stand-in's daemon as a CUDA process would; tells what of the GPU its environment shows."""
+    if attach:
+        program = ["nvidia-cuda-mps-control"]
+        subprocess.run(program, input=f"attach {os.getpid()}\n", text=True, check=True, capture_output=True)
+
+    async def run(payload: Payload, request: Request) -> Payload:
+        if payload.get("seconds"):
+            await asyncio.sleep(payload["seconds"])
+        return {"visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "pid": os.getpid()}
+
+    return FunctionStage(run, 64)

@@ -52,3 +52,15 @@ def test_an_unknown_model_is_refused_without_a_traceback() -> None:
     done = python(f"{code}; from sgl_omni.cli.main import main; main()")
     assert done.returncode == 2
     assert "nobody/nothing" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_visible_gpus_are_chosen_as_cuda_does() -> None:
+    from sgl_omni.gpu.devices import select_visible
+
+    uuids = ["GPU-aa11", "GPU-bb22", "GPU-bb33", "GPU-cc44"]
+    assert select_visible("2,0", uuids) == [2, 0]
+    assert select_visible("GPU-cc,1", uuids) == [3, 1]
+    assert select_visible("0,7,1", uuids) == [0], "the list ends at the first entry that names no GPU"
+    assert select_visible("GPU-bb", uuids) == [], "two GPUs begin like this"
+    assert select_visible("1,1", uuids) == [1]
+    assert select_visible("", uuids) == [] == select_visible("-1", uuids)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
+from sgl_omni.gpu.devices import GpuFacts, gpu_facts
 from sgl_omni.runtime.coordinator import DEFAULT_MAX_IN_FLIGHT, DEFAULT_TIMEOUT, Coordinator, RequestHandle
 from sgl_omni.runtime.rundir import RunDir
 from sgl_omni.runtime.stage import Payload
@@ -29,12 +30,14 @@ class Pipeline:
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         request_timeout: float | None = DEFAULT_TIMEOUT,
         startup_timeout: float = DEFAULT_STARTUP_TIMEOUT,
+        facts: Callable[[int], GpuFacts] = gpu_facts,
     ) -> None:
+        """`facts` asks the driver about a GPU; only a plan that uses MPS needs it."""
         self.plan = plan
         self.coordinator = Coordinator(plan, max_in_flight=max_in_flight, timeout=request_timeout)
         self._startup_timeout = startup_timeout
         self._run_dir = RunDir()
-        self.supervisor = Supervisor(plan, self.coordinator, self._run_dir)
+        self.supervisor = Supervisor(plan, self.coordinator, self._run_dir, facts)
         self._status = "starting"
 
     async def __aenter__(self) -> Pipeline:
@@ -48,7 +51,7 @@ class Pipeline:
         """Returns when requests may be sent.
 
         Raises:
-            StartupError: see `Supervisor.start`; everything started has been ended again.
+            StartupError, MpsError: see `Supervisor.start`; everything started has been ended again.
         """
         try:
             await self.supervisor.start(self._startup_timeout)

@@ -10,15 +10,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sgl_omni.errors import StartupError
+from sgl_omni.gpu.devices import GpuFacts, gpu_facts
+from sgl_omni.gpu.mps import MpsError
 from sgl_omni.runtime.channel import Channel
 from sgl_omni.runtime.coordinator import Coordinator
 from sgl_omni.runtime.logs import LogTap
 from sgl_omni.runtime.messages import Message, Ready, Spawn, StartFailed, Stats, StatsQuery, Stop
-from sgl_omni.runtime.rundir import RunDir
+from sgl_omni.runtime.mps_guard import MpsGuard
+from sgl_omni.runtime.rundir import RunDir, base_folder
 from sgl_omni.topology.plan import InstancePlan, Plan
 
 log = logging.getLogger("sgl_omni.supervisor")
@@ -55,6 +59,7 @@ class Instance:
     backoff: float = FIRST_BACKOFF
     ready_since: float = 0.0
     failed_start: StartFailed | None = None
+    doom: str = ""
 
     @property
     def name(self) -> str:
@@ -75,13 +80,16 @@ class Supervisor:
     `failure` completes with the reason when the pipeline must stop: a process died under `on_process_exit: stop`.
     """
 
-    def __init__(self, plan: Plan, coordinator: Coordinator, run_dir: RunDir) -> None:
+    def __init__(
+        self, plan: Plan, coordinator: Coordinator, run_dir: RunDir, facts: Callable[[int], GpuFacts] = gpu_facts
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._plan = plan
         self._coordinator = coordinator
         self._run_dir = run_dir
         self._stopping = False
         self._restarts: set[asyncio.Task[None]] = set()
+        self._mps = MpsGuard(plan, base_folder() / "mps", run_dir.path, facts, self._mps_server_died)
         self.instances = {i.name: Instance(i) for i in plan.instances}
         self.failure: asyncio.Future[str] = self._loop.create_future()
 
@@ -93,7 +101,9 @@ class Supervisor:
         Raises:
             StartupError: a factory raised, a process died or the time was up; names the stage and shows the child's
                 traceback or its last lines. Whatever runs is left for `stop` or `kill`.
+            MpsError: MPS cannot be used, or a process did not attach to it.
         """
+        await self._mps.acquire()
         for wave in self._plan.spawn_waves:
             instances = [self.instances[name] for name in wave]
             for instance in instances:
@@ -106,6 +116,18 @@ class Supervisor:
                 late = [i for i in instances if i.state == "starting"]
                 report = "".join(f"\n  '{i.name}' (pid {i.pid}){i.last_lines()}" for i in late)
                 raise StartupError(f"not ready within {within:g} s:{report}")
+        await self._verify_mps()
+
+    async def _verify_mps(self) -> None:
+        ready = {i.name: i.process.pid for i in self.instances.values() if i.process and i.state == "ready"}
+        await self._mps.verify(ready)
+
+    def _mps_server_died(self, server: int, clients: set[str]) -> None:
+        """Its clients can compute no more, so each ends now and is treated as any process that died."""
+        for name in clients:
+            instance = self.instances[name]
+            instance.doom = f" because its MPS server (pid {server}) died"
+            self._kill_if_alive(instance, instance.process)
 
     def _spawn(self, instance: Instance) -> None:
         ours, theirs = socket.socketpair()
@@ -148,7 +170,8 @@ class Supervisor:
     def _environment(self, plan: InstancePlan) -> dict[str, str]:
         """The parent's, a fair share of the threads, and what the plan says, which wins."""
         cores = len(plan.cpu_cores) or max(1, len(os.sched_getaffinity(0)) // len(self.instances))
-        return os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(cores)} | plan.env
+        own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(cores), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        return os.environ | own | plan.env | self._mps.environment(plan)
 
     # Messages and ends --------------------------------------------------------------------------------------------
 
@@ -191,7 +214,8 @@ class Supervisor:
         before, instance.state = instance.state, "exited"
         if instance.tap is not None:
             instance.tap.finish()
-        how = describe_exit(status)
+        how = describe_exit(status) + instance.doom
+        instance.doom = ""
         self._coordinator.detach(instance.name, how)
         if instance.channel is not None:
             instance.channel.flush()
@@ -252,7 +276,17 @@ class Supervisor:
                 instance.state = "restarting"
                 continue
             log.info("instance '%s' is back (pid %s)", instance.name, instance.pid)
+            await self._verify_mps_again(instance)
             return
+
+    async def _verify_mps_again(self, instance: Instance) -> None:
+        """An instance that came back without MPS would slow its neighbours: it is ended, and so tried again."""
+        try:
+            await self._verify_mps()
+        except MpsError as error:
+            log.error("%s", error)
+            instance.doom = f" because it came back without MPS ({error})"
+            self._kill_if_alive(instance, instance.process)
 
     # Stop ---------------------------------------------------------------------------------------------------------
 
@@ -261,6 +295,7 @@ class Supervisor:
         self._begin_stop()
         for group in self._plan.shutdown_order:
             await asyncio.gather(*(self._stop_one(self.instances[name]) for name in group))
+        await self._mps.release()
 
     def kill(self) -> None:
         """Ends everything now."""
@@ -271,6 +306,7 @@ class Supervisor:
 
     def _begin_stop(self) -> None:
         self._stopping = True
+        self._mps.stop_watching()
         for task in list(self._restarts):
             task.cancel()
 

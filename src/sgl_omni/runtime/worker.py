@@ -105,6 +105,8 @@ class Worker:
 
     def _build(self, stage: StagePlan) -> None:
         device = self._instance.device if stage.gpu else None
+        if device is not None and self._instance.mps:
+            device = 0  # an MPS client sees its own GPU and no other
         self._runners[stage.name] = build_runner(stage, self._plan, device)
         if stage.route_fn:
             self._routes[stage.name] = load_object(stage.route_fn)
