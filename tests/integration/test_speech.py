@@ -77,6 +77,22 @@ def test_replicas_give_bit_identical_audio_too_and_share_the_work(replicas: Serv
     assert min(used) > 0.3 * max(used), used
 
 
+LAYOUTS = {
+    "one process": "--tts_engine.process preprocessing --vocoder.process preprocessing",
+    "engine and vocoder together": "--vocoder.process tts_engine",
+    "fused front": "--fused_stages [[preprocessing,tts_engine]]",
+    "replicated ends": "--processes.vocoder.num_replicas 2 --processes.vocoder.replica_devices 0,0 "
+    "--processes.preprocessing.num_replicas 2",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_every_layout_gives_bit_identical_audio(tmp_path: Path, alone: list[bytes], layout: str) -> None:
+    with serving("--model-path", "demo-voice", *layout.split(), run_folder=tmp_path) as other:
+        for one, same in zip(alone[:4], speak_all(other, EVERYDAY[:4], 4), strict=True):
+            assert np.array_equal(samples(one), samples(same))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("voice", ["slt", "rms"])
 def test_all_handed_sentences_are_understood(server: Server, voice: str) -> None:

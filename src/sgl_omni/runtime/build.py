@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import logging
 
+from sgl_omni.gpu.memory import cap_allocator
 from sgl_omni.runtime.engine_runner import EngineRunner
 from sgl_omni.runtime.runners import AsyncFunctionRunner, BatchRunner, Runner, ThreadFunctionRunner
 from sgl_omni.runtime.stage import BatchStage, EngineStage, FunctionStage, Stage, StreamStage
 from sgl_omni.runtime.stream_runner import StreamRunner
 from sgl_omni.runtime.wiring import load_object
-from sgl_omni.topology.plan import Plan, StagePlan
+from sgl_omni.topology.plan import InstancePlan, Plan, StagePlan
+
+log = logging.getLogger("sgl_omni.build")
 
 
 def build_runner(stage: StagePlan, plan: Plan, device: int | None) -> Runner:
@@ -35,6 +39,22 @@ def build_runner(stage: StagePlan, plan: Plan, device: int | None) -> Runner:
     if any(stage.name in s.stream_to for s in plan.stages) and not isinstance(runner, StreamRunner):
         raise TypeError(f"stage '{stage.name}' receives a stream, so its factory must return a StreamStage")
     return runner
+
+
+def enforce_budgets(plan: Plan, instance: InstancePlan, device: int | None) -> None:
+    """Holds this process to the budgets of its GPU stages, where one of them says `enforce_total_reserve`."""
+    stages = [plan.stage(name) for name in instance.stages]
+    if device is None or not any(stage.enforce_budget for stage in stages):
+        return
+    if plan.platform != "cuda":
+        log.warning(
+            "enforce_total_reserve has no effect on the CPU platform: torch allocates from the machine's memory"
+        )
+        return
+    fraction = sum(stage.budget_fraction or 0.0 for stage in stages)
+    size = sum(stage.budget_bytes or 0 for stage in stages)
+    cap = cap_allocator(device, fraction=fraction, size=size)
+    log.info("this process's torch allocator is held to %.2f GiB of GPU %d", cap / 2**30, device)
 
 
 def runner_for(stage: Stage, name: str) -> Runner:

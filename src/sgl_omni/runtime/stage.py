@@ -8,7 +8,8 @@ signature declares: ``model_path``, ``gpu_id`` (int or None), ``device`` ("cpu" 
 A payload is a ``dict`` with string keys whose values are None, bool, int, float, str, bytes, numpy
 arrays, torch tensors, or lists and dicts of these. Between processes, bytes of more than 64 KiB arrive
 as a writable ``memoryview``, arrays and tensors as views of a buffer that is the receiver's alone until
-it drops them. Within one process the object itself is handed over, uncopied.
+it drops them; a tensor on a GPU arrives in host memory. Within one process the object itself is handed
+over, uncopied.
 """
 
 from __future__ import annotations

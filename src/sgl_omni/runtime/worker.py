@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from sgl_omni.errors import InvalidRequest, PayloadError
-from sgl_omni.runtime.build import build_runner
+from sgl_omni.runtime.build import build_runner, enforce_budgets
 from sgl_omni.runtime.channel import Channel
 from sgl_omni.runtime.engine_runner import EngineRunner
 from sgl_omni.runtime.messages import (
@@ -87,6 +87,7 @@ class Worker:
         if self._instance.cpu_cores:
             os.sched_setaffinity(0, self._instance.cpu_cores)
         started = time.monotonic()
+        enforce_budgets(spawn.plan, self._instance, self._local_device())
         for name in self._instance.stages:
             try:
                 self._build(self._wiring.stages[name])
@@ -104,14 +105,16 @@ class Worker:
         return status
 
     def _build(self, stage: StagePlan) -> None:
-        device = self._instance.device if stage.gpu else None
-        if device is not None and self._instance.mps:
-            device = 0  # an MPS client sees its own GPU and no other
+        device = self._local_device() if stage.gpu else None
         self._runners[stage.name] = build_runner(stage, self._plan, device)
         if stage.route_fn:
             self._routes[stage.name] = load_object(stage.route_fn)
         if stage.merge_fn:
             self._merges[stage.name] = load_object(stage.merge_fn)
+
+    def _local_device(self) -> int | None:
+        """This instance's GPU as its process numbers it: an MPS client sees its own GPU and no other."""
+        return 0 if self._instance.mps else self._instance.device
 
     def _facts(self, seconds: float) -> dict[str, Any]:
         engines = {n: r.gauges() for n, r in self._runners.items() if isinstance(r, EngineRunner)}
