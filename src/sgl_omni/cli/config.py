@@ -18,6 +18,15 @@ from sgl_omni.gpu.devices import real_host
 from sgl_omni.models.registry import PipelineRegistry
 from sgl_omni.topology.host import Host, cuda_host, virtual_host
 
+
+def once(ctx: click.Context, option: click.Parameter, values: tuple[Any, ...]) -> Any:
+    """Callback of an option that may be repeated with one value only: click by itself takes the last."""
+    if len(set(values)) > 1:
+        given = " and ".join(f"'{value}'" for value in dict.fromkeys(values))
+        raise click.UsageError(f"{option.opts[0]} is given as {given}", ctx)
+    return values[0] if values else None
+
+
 _FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 REFUSED = 2
 
@@ -28,8 +37,15 @@ def app() -> None:
 
 
 @app.command(context_settings=_FLAGS)
-@click.option("--config", "config_path", type=click.Path(path_type=Path), help="YAML configuration.")
-@click.option("--model-path", help="Model id or folder; picks the pipeline class where no --config does.")
+@click.option(
+    "--config", "config_path", type=click.Path(path_type=Path), multiple=True, callback=once, help="YAML configuration."
+)
+@click.option(
+    "--model-path",
+    multiple=True,
+    callback=once,
+    help="Model id or folder; picks the pipeline class where no --config does.",
+)
 @click.option(
     "--show", type=click.Choice(["layout", "config", "plan", "diff", "provenance"]), default="layout", show_default=True
 )
@@ -66,8 +82,10 @@ def resolve(
 
 @app.command(context_settings=_FLAGS)
 @click.argument("path")
-@click.option("--config", "config_path", type=click.Path(path_type=Path), help="YAML configuration.")
-@click.option("--model-path", help="Model id or folder.")
+@click.option(
+    "--config", "config_path", type=click.Path(path_type=Path), multiple=True, callback=once, help="YAML configuration."
+)
+@click.option("--model-path", multiple=True, callback=once, help="Model id or folder.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.pass_context
 def explain(ctx: click.Context, path: str, config_path: Path | None, model_path: str | None, form: str) -> None:

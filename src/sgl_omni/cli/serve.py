@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sgl_omni.cli.config import once
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.topology.plan import Plan
 
@@ -25,8 +26,15 @@ log = logging.getLogger("sgl_omni.serve")
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@click.option("--config", "config_path", type=click.Path(path_type=Path), help="YAML configuration.")
-@click.option("--model-path", help="Model id or folder; picks the pipeline class where no --config does.")
+@click.option(
+    "--config", "config_path", type=click.Path(path_type=Path), multiple=True, callback=once, help="YAML configuration."
+)
+@click.option(
+    "--model-path",
+    multiple=True,
+    callback=once,
+    help="Model id or folder; picks the pipeline class where no --config does.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8091, show_default=True, help="Port to listen on; 0 takes a free one.")
 @click.option(

@@ -115,7 +115,8 @@ def _read_flag(flag: Flag, scope: FlagScope) -> Override | Violation:
         return Violation(code="PLAN-025", message=message, place=_place(flag), hint=example, about=about)
     if flag.value is None:
         message = f"flag {flag.text} has no value"
-        return Violation(code="PLAN-025", message=message, place=_place(flag), hint=f"{flag.text} VALUE", about=about)
+        hint = f"{flag.text} {' or '.join(key.options) or 'VALUE'}"
+        return Violation(code="PLAN-025", message=message, place=_place(flag), hint=hint, about=about)
     value = _value(flag.value, free="factory" in path[2:3])
     if isinstance(value, Violation):
         return Violation(code="PLAN-025", message=f"flag {flag.text}: {value.message}", place=_place(flag), about=about)
@@ -144,9 +145,10 @@ def _path_of(flag: Flag, scope: FlagScope) -> tuple[str, ...] | Violation:
         what = "stage" if head == "stages" else "Process"
         message = f"flag {flag.text}: there is no {what} '{parts[1]}'; the {what} names are {', '.join(names)}"
         about = frozenset({parts[1]})
-        return Violation(
-            code="PLAN-025", message=message, place=_place(flag), hint=nearest(parts[1], names), about=about
-        )
+        hint = nearest(parts[1], names)
+        if head == "stages" and same_name(parts[1], scope.processes) is not None and parts[2:]:
+            hint = f"--processes.{parts[1]}.{'.'.join(parts[2:])} VALUE"
+        return Violation(code="PLAN-025", message=message, place=_place(flag), hint=hint, about=about)
     return (head, name, *_normal((head, name), parts[2:]))
 
 
@@ -168,8 +170,7 @@ def _bare_path(flag: Flag, head: str | None, scope: FlagScope) -> tuple[str, ...
     key = same_name(flag.name, ENGINE_KEYS)
     if key is None:
         message = f"unknown flag {flag.text}"
-        hint = nearest(flag.name.replace("-", "_"), (*TOP_KEYS, *ENGINE_KEYS))
-        return Violation(code="PLAN-025", message=message, place=_place(flag), hint=hint)
+        return Violation(code="PLAN-025", message=message, place=_place(flag), hint=_full_form(flag, scope))
     if len(scope.engine_stages) == 1:
         return ("stages", scope.engine_stages[0], "engine", key)
     if not scope.engine_stages:
@@ -179,6 +180,23 @@ def _bare_path(flag: Flag, head: str | None, scope: FlagScope) -> tuple[str, ...
     hint = " or ".join(f"--{stage}.engine.{key} VALUE" for stage in scope.engine_stages)
     about = frozenset(scope.engine_stages)
     return Violation(code="PLAN-025", message=message, place=_place(flag), hint=hint, about=about)
+
+
+def _full_form(flag: Flag, scope: FlagScope) -> str:
+    """What a single word may have been meant for: a stage, a Process, a key of one of them, or a top-level key."""
+    places = {
+        "<stage>": children(("stages", "<stage>")),
+        "processes.<process>": children(("processes", "<process>")),
+        "placement": children(("placement",)),
+    }
+    if same_name(flag.name, scope.stages) is not None:
+        return f"{flag.text}.<key> VALUE, as in {flag.text}.process {flag.name}"
+    if same_name(flag.name, scope.processes) is not None:
+        return f"--processes.{flag.name}.<key> VALUE, as in --processes.{flag.name}.num_replicas 2"
+    for place, keys in places.items():
+        if key := same_name(flag.name, keys):
+            return f"--{place}.{key} VALUE"
+    return nearest(flag.name.replace("-", "_"), (*TOP_KEYS, *ENGINE_KEYS))
 
 
 def _value(text: str, free: bool) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -24,20 +25,22 @@ class Key:
     description: str = ""
     default: Any = None
     model: type[BaseModel] | None = None
+    options: tuple[str, ...] = ()
 
 
 def find_key(path: tuple[str, ...]) -> Key | None:
     """The key at a path such as ``("stages", "vocoder", "gpu")``; None where the schema has none."""
     key = Key("group", (PipelineConfig.__doc__ or "").strip(), model=PipelineConfig)
-    for part in path:
+    for depth, part in enumerate(path, start=1):
         if key.kind == "open":
-            return Key("leaf", key.description) if part == path[-1] else None
+            return Key("leaf", key.description) if depth == len(path) else None
         if key.kind == "named":
             key = Key("group", key.description, model=key.model)
             continue
-        if key.model is None or part not in key.model.model_fields:
+        known = _keys_of(key.model).get(part) if key.model is not None else None
+        if known is None:
             return None
-        key = _key_of(key.model.model_fields[part])
+        key = known
     return key
 
 
@@ -62,6 +65,11 @@ def same_name(written: str, names: Iterable[str]) -> str | None:
     return next((name for name in candidates if name.replace("-", "_") == plain), None)
 
 
+@cache
+def _keys_of(model: type[BaseModel]) -> dict[str, Key]:
+    return {name: _key_of(info) for name, info in model.model_fields.items()}
+
+
 def _key_of(info: FieldInfo) -> Key:
     description = info.description or ""
     annotation = info.annotation
@@ -75,4 +83,5 @@ def _key_of(info: FieldInfo) -> Key:
         return Key("open", description)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return Key("group", description, model=annotation)
-    return Key("leaf", description, info.get_default(call_default_factory=True))
+    options = get_args(annotation) if get_origin(annotation) is Literal else ()
+    return Key("leaf", description, info.get_default(call_default_factory=True), options=options)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from sgl_omni.config.flags import Flag, FlagScope, Override, read_flags
 from sgl_omni.config.keys import ENGINE_KEYS, WIRING, children, find_key
 from sgl_omni.config.resolved import ResolvedConfig, Tree
+from sgl_omni.config.scalars import shown
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.violations import KeyPath, Origin, Violation, dotted, nearest
 from sgl_omni.config.yaml_source import Document
@@ -257,7 +258,10 @@ class Layers:
             return self.cls.resolve_model_path(config.model_path)
         except InvalidRequest as error:
             self._refuse("PLAN-027", str(error), self._origin(("model_path",)))
-            return config.model_path
+        except OSError as error:  # no permission, a name too long for a file
+            message = f"model_path {shown(config.model_path)} cannot be looked at: {error.strerror or error}"
+            self._refuse("PLAN-027", message, self._origin(("model_path",)))
+        return config.model_path
 
     def _refuse(
         self, code: str, message: str, place: Origin | None, hint: str | None = None, about: KeyPath = ()

@@ -68,7 +68,7 @@ def resolve(
     written, flag_problems = split_flags(flags)
     problems += flag_problems
     if model_path is not None:
-        written.insert(0, Flag("model_path", model_path))
+        written.insert(0, Flag("model-path", model_path))
     file = FileTree(document, dict(data), problems)
     cls = cls or _class_of(file, written, registry, problems)
     layers = Layers(cls, problems)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_DEPTH = 40
 _MAX_VALUES = 200_000
 _MAX_DIGITS = 40
+_PLAIN_INT = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 @dataclass(slots=True)
@@ -171,6 +173,8 @@ class _Reader:
     def _scalar(self, node: _Node, path: KeyPath) -> Any:
         if not node.plain and node.tag in (None, "!"):
             return node.value
+        if node.tag is None and _PLAIN_INT.fullmatch(node.value):
+            return int(node.value)  # most scalars of a large file; the general way takes four times as long
         tag = (
             node.tag
             if node.tag not in (None, "!")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sgl_omni.config.schema import StageConfig
 from sgl_omni.config.violations import KeyPath
-from sgl_omni.topology.findings import Findings, listed, quoted
+from sgl_omni.topology.findings import Findings, gpus, listed, quoted
 from sgl_omni.topology.host import GIB
 from sgl_omni.topology.placement import Placed
 
@@ -54,6 +54,12 @@ def check_budgets(found: Findings, placed: tuple[Placed, ...]) -> None:
         if _check_declared(found, card, claims):
             _check_sum(found, card, claims)
         _check_pools(found, card, claims)
+
+
+def _card_name(claims: list[Claim]) -> str:
+    """``GPU 0``, or ``the card of GPU 0 and GPU 1``."""
+    devices = sorted({c.placed.device for c in claims if c.placed.device is not None})
+    return gpus(devices) if len(devices) == 1 else f"the card of {gpus(devices)}"
 
 
 def _check_stage(found: Findings, name: str, stage: StageConfig) -> None:
@@ -142,7 +148,7 @@ def _check_declared(found: Findings, gpu: int, claims: list[Claim]) -> bool:
         )
     )
     sharers = listed(dict.fromkeys(c.placed.name for c in claims))
-    message = f"GPU {gpu} is shared by {sharers}, but {quoted(names)}{detail} declares no budget{because}"
+    message = f"{_card_name(claims)} is shared by {sharers}, but {quoted(names)}{detail} declares no budget{because}"
     hint = ", ".join(f"stages.{n}.gpu_memory_fraction: <of GPU {gpu}'s total>" for n in names)
     about = {c.stage for c in claims}
     found.refuse("PLAN-007", message, ("stages", names[0]), hint=hint, about=about)
@@ -163,11 +169,11 @@ def _check_sum(found: Findings, gpu: int, claims: list[Claim]) -> None:
         return
     parts = listed(f"{c.label} {_claim_text(c)}" for c in claims if c.declared)
     of = f" of {size_text(memory)}" if memory else ""
-    message = f"GPU {gpu} is over budget: {parts} sum to {total:.3g}{of}, more than the limit {limit:g}"
+    message = f"{_card_name(claims)} is over budget: {parts} sum to {total:.3g}{of}, more than the limit {limit:g}"
     hint = f"budgets that sum to at most {limit:g}, fewer replicas, or another GPU"
-    at: KeyPath = ("stages", claims[-1].stage, "gpu_memory_fraction")
-    if claims[-1].size is not None:
-        at = ("stages", claims[-1].stage, "total_reserve_bytes")
+    largest = max(claims, key=lambda c: c.fraction or (c.size or 0) / (memory or 1))
+    key = "gpu_memory_fraction" if largest.size is None else "total_reserve_bytes"
+    at: KeyPath = ("stages", largest.stage, key)
     found.refuse("PLAN-007", message, at, hint=hint, about={c.stage for c in claims})
 
 
@@ -183,7 +189,7 @@ def _check_pools(found: Findings, gpu: int, claims: list[Claim]) -> None:
     if memory is None or total <= memory:
         return
     parts = listed(f"{c.label} {size_text(size)}" for c, size in pools)
-    message = f"GPU {gpu} has {size_text(memory)}, and the KV pools on it sum to {size_text(total)}: {parts}"
+    message = f"{_card_name(claims)} has {size_text(memory)}, and the KV pools on it sum to {size_text(total)}: {parts}"
     at: KeyPath = ("stages", pools[0][0].stage, "engine", "kv_cache_bytes")
     found.refuse("PLAN-008", message, at, hint="smaller pools or fewer replicas", about={c.stage for c, _ in pools})
 

@@ -201,7 +201,8 @@ def _instances(
     leader_of = {follower: group.leader for group in sharing for follower in group.followers}
     leaders = {group.leader for group in sharing}
     clients = {name for names in mps.values() for name in names}
-    environment = {g: _environment(found, g) for g in dict.fromkeys(p.group for p in placed)}
+    groups = {p.group.name: p.group for p in placed}
+    environment = {name: _environment(found, group) for name, group in groups.items()}
     return tuple(
         InstancePlan(
             name=p.name,
@@ -210,7 +211,7 @@ def _instances(
             replica=p.replica,
             rank=p.rank,
             device=p.device,
-            env=environment[p.group],
+            env=environment[p.group.name],
             cpu_cores=p.cores,
             weight_role="leader" if p.name in leaders else "follower" if p.name in leader_of else "own",
             weight_leader=leader_of.get(p.name),

@@ -63,9 +63,10 @@ def _check_stage_devices(found: Findings, group: ProcessGroup) -> None:
                 found.refuse("PLAN-004", message, ("stages", name), hint=f"gpu: {list(range(stage.tp_size))}")
             continue
         if len(stage.gpu) != stage.tp_size:
-            message = f"stage '{name}' has tp_size {stage.tp_size} but {len(stage.gpu)} GPU ids: {list(stage.gpu)}"
+            message = f"stage '{name}' has tp_size {stage.tp_size} but gpu is {list(stage.gpu)}"
             hint = f"{stage.tp_size} GPU {'id' if stage.tp_size == 1 else 'ids'}, or tp_size: {len(stage.gpu) or 1}"
-            found.refuse("PLAN-004", message, at, hint=hint)
+            shipped = found.resolved.origin(*at).kind == "class"
+            found.refuse("PLAN-004", message, ("stages", name, "tp_size") if shipped else at, hint=hint)
         elif len({found.host.card(d) for d in stage.gpu}) < len(stage.gpu):
             message = f"the ranks of TP stage '{name}' need distinct GPUs, not {gpus(stage.gpu)}"
             found.refuse("PLAN-004", message, at, hint=f"{stage.tp_size} different GPU ids")

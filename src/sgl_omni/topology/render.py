@@ -82,7 +82,9 @@ class _Drawing:
         for device in devices:
             instances = [i for i in self.plan.instances if i.device == device]
             labels = [self._label(i, s.name) for i in instances for s in self._gpu_stages(i)]
-            yield Text(f"GPU {device}: {' + '.join(labels)}", style="bold")
+            card = self.host.card(device)
+            where = f"GPU {device}" if card == device else f"GPU {device} (the card of GPU {card})"
+            yield Text(f"{where}: {' + '.join(labels)}", style="bold")
             yield self._bar(device, instances)
             for color, instance in zip(_cycle(len(instances)), instances, strict=True):
                 yield self._occupant(instance, color)
@@ -168,7 +170,8 @@ class _Drawing:
         if eligible is None:
             yield from _clients(self.plan.mps)
             return
-        yield f"{self.plan.mps_mode}: {'; '.join(_clients(self.plan.mps)) or 'no GPU'}"
+        taken = "; ".join(_clients(self.plan.mps))
+        yield self.plan.mps_mode if self.plan.mps_mode == "off" else f"{self.plan.mps_mode}: {taken or 'no GPU'}"
         for mode in ("auto", "on"):
             if mode == self.plan.mps_mode:
                 continue

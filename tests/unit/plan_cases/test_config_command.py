@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -157,3 +158,15 @@ def test_serve_refuses_what_resolve_refuses() -> None:
     resolved = run("resolve", *flags)
     assert resolved.exit_code == 2
     assert str(refused.value) == resolved.stderr.partition("\n")[2].rstrip()
+
+
+@pytest.mark.parametrize("command", [app.commands["resolve"], app.commands["explain"], serve])
+@pytest.mark.parametrize("option", ["--config", "--model-path"])
+def test_an_option_given_twice_with_two_values_is_refused(command: click.Command, option: str) -> None:
+    result = CliRunner().invoke(command, ["mps", option, "a", option, "b"])
+    assert result.exit_code == 2
+    assert f"{option} is given as 'a' and 'b'" in result.stderr
+
+
+def test_an_option_given_twice_alike_is_one() -> None:
+    assert run("resolve", "--config", REPLICAS, "--config", REPLICAS, *CPU).exit_code == 0

@@ -125,6 +125,11 @@ def test_replicas_placed_by_hand_need_budgets_although_the_class_switches_the_ch
     ]
 
 
+def test_a_model_path_that_no_file_can_have() -> None:
+    with pytest.raises(PlanError, match=r"PLAN-027 --model-path: model_path '9+\.\.\. cannot be looked at: File name"):
+        planned("demo_voice", model="9" * 5000)
+
+
 @pytest.mark.parametrize("name", REGISTRY.names())
 def test_model_ids_and_architectures_lead_to_their_class(name: str, tmp_path: Path) -> None:
     cls = REGISTRY.by_name(name)

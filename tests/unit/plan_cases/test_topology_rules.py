@@ -5,6 +5,7 @@ from planning import FULL, GIB, codes, plan, refusals
 
 from sgl_omni.config.violations import Violation
 from sgl_omni.topology.host import cuda_host, virtual_host
+from sgl_omni.topology.render import layout_text
 
 TWO_ON_GPU_0 = "processes:\n  engine: {num_replicas: 2, replica_devices: [0, 0]}\n"
 
@@ -220,7 +221,12 @@ def test_colocation_needs_budgets_unless_switched_off() -> None:
 def test_two_ordinals_of_one_card_are_one_card() -> None:
     twins = cuda_host(2, same_physical=[[0, 1]])
     assert codes("", "--vocoder.gpu_memory_fraction", "none", host=twins) == ["PLAN-007"]
-    assert codes("", "--vocoder.gpu_memory_fraction", "0.8", host=twins) == ["PLAN-007"]
+    over = only("", "--vocoder.gpu_memory_fraction", "0.8", host=twins)
+    assert over.code == "PLAN-007"
+    assert over.message.startswith("the card of GPU 0 and GPU 1 is over budget: tts_engine 0.3 and vocoder 0.8")
+    assert str(over.place) == "--vocoder.gpu_memory_fraction"
+    drawn = layout_text(plan("", host=twins).plan, twins)
+    assert "GPU 1 (the card of GPU 0): vocoder" in drawn
 
 
 @pytest.mark.parametrize(
