@@ -161,5 +161,7 @@ def _check_local_edges(found: Findings) -> None:
                 f"'{source}' hands state to '{target}' that cannot leave its process, but they are in Processes "
                 f"'{one}' and '{other}'"
             )
-            at = ("stages", target, "process")
-            found.refuse("PLAN-009", message, at, hint=f"stages.{target}.process: {one}", about=(source, target))
+            moved = found.resolved.value_origin("stages", source, "process").kind in ("file", "flag")
+            wrong, right = (source, other) if moved else (target, one)
+            at = ("stages", wrong, "process")
+            found.refuse("PLAN-009", message, at, hint=f"stages.{wrong}.process: {right}", about=(source, target))

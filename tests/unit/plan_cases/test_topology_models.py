@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from planning import GIB, codes
+from planning import GIB, codes, refusals
 
 from sgl_omni.cli.serve import command as serve
 from sgl_omni.config.load import load_config
@@ -111,6 +111,11 @@ def test_what_cannot_leave_its_process() -> None:
     apart = ("--preprocessing.process", "front")
     assert codes("model_path: m", *apart, cls=qwen) == ["PLAN-009"]
     assert codes("model_path: m", *apart, cls=ming) == []
+    [violation] = refusals("model_path: m", *apart, cls=qwen)
+    assert (str(violation.place), violation.hint) == (
+        "--preprocessing.process",
+        "stages.preprocessing.process: pipeline",
+    )
 
 
 def test_replicas_placed_by_hand_need_budgets_although_the_class_switches_the_check_off() -> None:
