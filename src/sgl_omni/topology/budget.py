@@ -50,6 +50,8 @@ def check_budgets(found: Findings, placed: tuple[Placed, ...]) -> None:
     cards: dict[int, list[Claim]] = defaultdict(list)
     for device, claims in claims_by_gpu(found.stages, placed).items():
         cards[found.host.card(device)] += claims
+        for claim in {c.stage: c for c in claims}.values():
+            _check_pool(found, claim)
     for card, claims in cards.items():
         if _check_declared(found, card, claims):
             _check_sum(found, card, claims)
@@ -95,36 +97,39 @@ def _check_engine(found: Findings, name: str, stage: StageConfig) -> None:
             found.refuse(
                 "PLAN-008", message, where, hint="one of the two; the other null", about=(stage.process or "",)
             )
-    fraction = stage.gpu_memory_fraction
-    if (
-        engine.mem_fraction_static is not None
-        and fraction is not None
-        and engine.mem_fraction_static > fraction + _EPSILON
-    ):
+    static, budget = engine.mem_fraction_static, stage.gpu_memory_fraction
+    if static is not None and budget is not None and static > budget + _EPSILON:
         message = (
-            f"stage '{name}': engine.mem_fraction_static {engine.mem_fraction_static:g} is more than the stage's "
-            f"budget, gpu_memory_fraction {fraction:g}"
+            f"stage '{name}': engine.mem_fraction_static {static:g} is more than the stage's budget, "
+            f"gpu_memory_fraction {budget:g}"
         )
-        found.refuse("PLAN-008", message, (*at, "mem_fraction_static"), hint=f"at most {fraction:g}")
-    _check_pool(found, name, stage)
+        found.refuse("PLAN-008", message, (*at, "mem_fraction_static"), hint=f"at most {budget:g}")
 
 
-def _check_pool(found: Findings, name: str, stage: StageConfig) -> None:
-    """A KV pool may not exceed the budget of its stage on any GPU it may land on."""
-    pool = stage.engine.kv_cache_bytes if stage.engine is not None else None
-    if pool is None:
+def _check_pool(found: Findings, claim: Claim) -> None:
+    """What an engine pins in bytes, or against a budget in bytes, must fit its stage's budget on this GPU."""
+    engine, memory = found.stages[claim.stage].engine, found.host.memory(claim.placed.device or 0)
+    budget = claim.size
+    if budget is None and memory is not None and claim.fraction is not None:
+        budget = int(memory * claim.fraction)
+    if engine is None or budget is None:
         return
-    budget = stage.total_reserve_bytes
-    if budget is None and stage.gpu_memory_fraction is not None:
-        sizes = [m for m in (found.host.memory(d) for d in stage.gpu or ()) if m is not None]
-        budget = int(min(sizes) * stage.gpu_memory_fraction) if sizes else None
-    if budget is not None and pool > budget:
+    who = f"stage '{claim.stage}' of Process '{claim.placed.group.name}'"
+    at: KeyPath = ("stages", claim.stage, "engine")
+    hint = f"less than {size_text(budget)}, or a larger budget"
+    if engine.kv_cache_bytes is not None and engine.kv_cache_bytes > budget:
         message = (
-            f"stage '{name}' of Process '{stage.process or name}': a KV pool of {size_text(pool)} "
-            f"(engine.kv_cache_bytes) exceeds the stage's budget of {size_text(budget)}"
+            f"{who}: a KV pool of {size_text(engine.kv_cache_bytes)} (engine.kv_cache_bytes) exceeds the stage's "
+            f"budget of {size_text(budget)}"
         )
-        at: KeyPath = ("stages", name, "engine", "kv_cache_bytes")
-        found.refuse("PLAN-008", message, at, hint=f"less than {size_text(budget)}, or a larger budget")
+        found.refuse("PLAN-008", message, (*at, "kv_cache_bytes"), hint=hint)
+    static = engine.mem_fraction_static
+    if static is not None and memory is not None and claim.size is not None and static * memory > claim.size:
+        message = (
+            f"{who}: engine.mem_fraction_static {static:g}, {size_text(int(static * memory))} of GPU "
+            f"{claim.placed.device}, exceeds the stage's budget of {size_text(claim.size)}"
+        )
+        found.refuse("PLAN-008", message, (*at, "mem_fraction_static"), hint=hint)
 
 
 def _check_declared(found: Findings, gpu: int, claims: list[Claim]) -> bool:

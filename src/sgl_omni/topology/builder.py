@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from sgl_omni.config.resolved import ResolvedConfig
+from sgl_omni.config.schema import EngineConfig, StageConfig
 from sgl_omni.config.violations import PlanError, Violation
 from sgl_omni.topology.budget import Claim, check_budgets, claims_by_gpu
 from sgl_omni.topology.factories import check_factories
@@ -18,10 +19,10 @@ from sgl_omni.topology.host import Host
 from sgl_omni.topology.mps import Eligibility, choose, eligibility
 from sgl_omni.topology.placement import Placed, place
 from sgl_omni.topology.plan import (
+    EdgeKind,
     EdgePlan,
     InstancePlan,
     Plan,
-    PlatformName,
     ProcessPlan,
     SharingGroup,
     StagePlan,
@@ -176,17 +177,15 @@ def _stages(found: Findings, groups: tuple[ProcessGroup, ...], placed: tuple[Pla
     )
 
 
-def _engine_settings(engine: Any) -> dict[str, Any]:
-    from sgl_omni.config.schema import EngineConfig
-
+def _engine_settings(engine: EngineConfig | None) -> dict[str, Any]:
     settings = engine or EngineConfig()
     return {key: value for key, value in settings.model_dump().items() if value is not None}
 
 
-def _budget_bytes(found: Findings, stage: Any, devices: set[int]) -> int | None:
+def _budget_bytes(found: Findings, stage: StageConfig, devices: set[int]) -> int | None:
     """Bytes as declared, or the fraction of the GPUs' memory where all have the same, known one."""
     if stage.total_reserve_bytes is not None or stage.gpu_memory_fraction is None:
-        return stage.total_reserve_bytes  # type: ignore[no-any-return]
+        return stage.total_reserve_bytes
     sizes = {found.host.memory(d) for d in devices}
     size = sizes.pop() if len(sizes) == 1 else None
     return int(size * stage.gpu_memory_fraction) if size is not None else None
@@ -229,26 +228,16 @@ def _environment(found: Findings, group: ProcessGroup) -> dict[str, str]:
 
 
 def _edges(found: Findings) -> tuple[EdgePlan, ...]:
-    edges: list[EdgePlan] = []
+    """Every hand-off. GPU tensors between processes travel through host memory, so locality alone decides."""
     process_of = {name: stage.process or name for name, stage in found.stages.items()}
-    gpu = {name: bool(stage.gpu) for name, stage in found.stages.items()}
-    for name, stage in found.stages.items():
-        for target in stage.next:
-            transport = _transport(
-                found.host.platform, process_of[name] == process_of[target], gpu[name] and gpu[target]
-            )
-            edges.append(EdgePlan(source=name, target=target, kind="payload", transport=transport))
-        for target in stage.stream_to:
-            transport = _transport(
-                found.host.platform, process_of[name] == process_of[target], gpu[name] and gpu[target]
-            )
-            edges.append(EdgePlan(source=name, target=target, kind="stream", transport=transport))
+    edges: list[EdgePlan] = []
+    for source, stage in found.stages.items():
+        kinds: tuple[tuple[EdgeKind, tuple[str, ...]], ...] = (("payload", stage.next), ("stream", stage.stream_to))
+        for kind, targets in kinds:
+            for target in targets:
+                transport: Transport = "local" if process_of[source] == process_of[target] else "shm"
+                edges.append(EdgePlan(source=source, target=target, kind=kind, transport=transport))
     return tuple(edges)
-
-
-def _transport(platform: PlatformName, same_process: bool, both_on_gpu: bool) -> Transport:
-    """The transport that locality gives an edge. GPU tensors still travel through host memory."""
-    return "local" if same_process else "shm"
 
 
 def _waves(placed: tuple[Placed, ...], followers: set[str]) -> tuple[tuple[str, ...], ...]:

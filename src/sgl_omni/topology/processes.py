@@ -13,7 +13,7 @@ from sgl_omni.topology.plan import COORDINATOR, ReplicaPolicy, instance_name
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 MAX_NAME = 64
-"""A unix socket's path holds 107 bytes: the run folder, this, and a replica's and rank's suffix."""
+"""What logs, metrics labels and process lists show without cutting it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +79,8 @@ def _check_names(found: Findings) -> None:
 
 def _check_name(found: Findings, what: str, name: str, at: tuple[str, ...]) -> None:
     if len(name) > MAX_NAME:
-        message = f"{what} name '{name[:20]}...' has {len(name)} characters, more than a socket's path can hold"
-        found.refuse("PLAN-014", message, at, hint=f"at most {MAX_NAME} characters", about=(name,))
+        message = f"{what} name '{name[:20]}...' has {len(name)} characters; the limit is {MAX_NAME}"
+        found.refuse("PLAN-014", message, at, hint="a shorter name", about=(name,))
     elif "@" in name:
         message = f"{what} name '{name}': '@' is reserved for the names of replicas"
         found.refuse("PLAN-014", message, at, hint=name.replace("@", "_"), about=(name,))

@@ -22,6 +22,9 @@ def sharing_groups(found: Findings, placed: tuple[Placed, ...]) -> tuple[Sharing
         if found.environ.get(variable):
             message = f"{variable} is set in the environment, but weight_share: on assigns the roles itself"
             found.refuse("PLAN-010", message, at, hint=f"unset {variable}")
+        for stage in (name for name, settings in found.stages.items() if variable in settings.env):
+            message = f"stage '{stage}' sets {variable}, but weight_share: on assigns the roles itself"
+            found.refuse("PLAN-010", message, ("stages", stage, "env", variable), hint=f"no {variable}")
     groups: list[SharingGroup] = []
     asked = False
     for group, devices in _repeated(placed).items():

@@ -4,7 +4,7 @@ import pytest
 from planning import FULL, GIB, codes, plan, refusals
 
 from sgl_omni.config.violations import Violation
-from sgl_omni.topology.host import cuda_host, virtual_host
+from sgl_omni.topology.host import Device, Host, cuda_host, virtual_host
 from sgl_omni.topology.render import layout_text
 
 TWO_ON_GPU_0 = "processes:\n  engine: {num_replicas: 2, replica_devices: [0, 0]}\n"
@@ -229,6 +229,19 @@ def test_two_ordinals_of_one_card_are_one_card() -> None:
     assert "GPU 1 (the card of GPU 0): vocoder" in drawn
 
 
+def test_what_an_engine_pins_is_held_against_the_card_that_its_replica_lands_on() -> None:
+    unequal = Host(devices=(Device(memory_bytes=80 * GIB), Device(memory_bytes=24 * GIB)))
+    two = "processes:\n  engine: {num_replicas: 2, replica_devices: [0, 1]}\n"
+    pool = ("--tts_engine.engine.kv_cache_bytes", "8GiB", "--vocoder.gpu", "0")
+    violation = only(two, *pool, host=unequal)
+    assert violation.code == "PLAN-008"
+    assert "a KV pool of 8 GiB (engine.kv_cache_bytes) exceeds the stage's budget of 7.2 GiB" in violation.message
+    assert codes("", *pool, host=unequal) == []
+    static = ("--mem-fraction-static", "0.5", "--tts_engine.gpu_memory_fraction", "none", "--vocoder.gpu", "none")
+    static += ("--vocoder.gpu_memory_fraction", "none", "--tts_engine.total_reserve_bytes", "16GiB")
+    assert "40 GiB of GPU 0, exceeds the stage's budget of 16 GiB" in only("", *static, host=unequal).message
+
+
 @pytest.mark.parametrize(
     ("flags", "code"),
     [
@@ -282,6 +295,8 @@ def test_replicas_alone_on_their_gpu_do_not_share() -> None:
 @pytest.mark.parametrize("variable", ["SGL_OMNI_WEIGHT_SHARE", "SGLANG_OMNI_WEIGHT_SHARE"])
 def test_roles_are_not_taken_from_the_environment(variable: str) -> None:
     assert codes(TWO_ON_GPU_0, *SHARED, environ={variable: "leader"}) == ["PLAN-010"]
+    assert codes(TWO_ON_GPU_0, *SHARED, f"--tts_engine.env.{variable}", "leader") == ["PLAN-010"]
+    assert codes(TWO_ON_GPU_0, f"--tts_engine.env.{variable}", "leader") == codes(TWO_ON_GPU_0)
 
 
 def test_what_sharing_needs() -> None:
