@@ -38,7 +38,7 @@ class Case:
     environ: dict[str, str]
 
     def plan(self, mps: str | None = None) -> Planned:
-        flags = [f for f in self.flags if f] if mps is None else [*_without_mps(self.flags), "--mps", mps]
+        flags = self.flags if mps is None else (*_without_mps(self.flags), "--mps", mps)
         document = self.document
         if mps is not None and isinstance(document.data, dict):
             data = {k: v for k, v in document.data.items() if k != "mps"}
@@ -48,7 +48,7 @@ class Case:
 
 
 def _without_mps(flags: tuple[str, ...]) -> list[str]:
-    kept = list(flags)
+    kept = [flag for flag in flags if not flag.startswith("--mps=")]
     while "--mps" in kept:
         at = kept.index("--mps")
         del kept[at : at + 2]

@@ -21,9 +21,10 @@ T = TypeVar("T")
 
 
 def shown(value: object) -> str:
-    """A value as an error message quotes it: bounded, and on one line."""
-    text = f"'{value}'" if isinstance(value, str) else str(value)
-    text = " ".join(text.split())
+    """A value as an error message quotes it: as YAML writes it, bounded, and on one line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = " ".join((f"'{value}'" if isinstance(value, str) else str(value)).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

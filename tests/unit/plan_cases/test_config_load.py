@@ -145,3 +145,9 @@ def test_a_file_that_is_not_there(tmp_path) -> None:  # type: ignore[no-untyped-
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
     with pytest.raises(PlanError, match="not UTF-8"):
         load_config(tmp_path / "latin.yaml", registry=PipelineRegistry())
+
+
+@pytest.mark.parametrize(("written", "quoted"), [("true", "true"), ("2.0", "2.0"), ("two", "'two'"), ("[1]", "[1]")])
+def test_a_refused_value_is_quoted_as_it_is_written(written: str, quoted: str) -> None:
+    [violation] = refusals(f"processes:\n  engine: {{num_replicas: {written}}}")
+    assert violation.message == f"'processes.engine.num_replicas' must be a whole number, not {quoted}"

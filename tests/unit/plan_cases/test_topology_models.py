@@ -193,3 +193,13 @@ def test_pipeline_classes_import_no_torch() -> None:
     modules = [importlib.import_module(REGISTRY.by_name(name).__module__).__name__ for name in REGISTRY.names()]
     code = f"import sys, {', '.join(modules)}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_the_key_a_fused_pipeline_is_what_it_was() -> None:
+    cls = REGISTRY.by_name("MingOmniTTSPipelineConfig")
+    shipped = planned(None, "--name", "ming-omni-tts", model=cls.model_ids[0])
+    assert processes(planned("ming_omni_tts")) == (
+        "preprocessing: preprocessing, reference_encoder",
+        "pipeline: tts_engine",
+    )
+    assert planned("ming_omni_tts", "--fused_stages", "none") == shipped
