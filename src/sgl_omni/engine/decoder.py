@@ -1,0 +1,91 @@
+"""A decoder of the Llama and Qwen kind, of any shape that ``DecoderConfig`` can say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from sgl_omni.engine.attention import Attend
+from sgl_omni.engine.checkpoint import Slot
+from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.kv_cache import KVShape
+from sgl_omni.engine.layers import Attention, GatedMLP, RMSNorm
+from sgl_omni.engine.moe import MoE
+from sgl_omni.engine.rope import Rope
+from sgl_omni.engine.shard import Shard
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, index: int, config: DecoderConfig, shard: Shard) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(
+            index,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            shard,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            qk_norm_eps=config.norm_eps if config.qk_norm else None,
+            window=config.windows[index],
+        )
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp: MoE | GatedMLP
+        if config.sparse[index] and config.moe is not None:
+            self.mlp = MoE(config.hidden_size, config.moe, shard)
+        else:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, shard, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x = x + self.attention(self.input_norm(x), rotation, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def slots(self, name: str) -> Iterator[Slot]:
+        yield from self.input_norm.slots(f"{name}.input_layernorm")
+        yield from self.attention.slots(f"{name}.self_attn")
+        yield from self.mlp_norm.slots(f"{name}.post_attention_layernorm")
+        yield from self.mlp.slots(f"{name}.mlp")
+
+
+class Decoder(nn.Module):
+    """Layers and the last norm: embeddings in, hidden states out. Embedding and heads belong to the model."""
+
+    def __init__(self, config: DecoderConfig, shard: Shard | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.shard = shard or Shard()
+        self.layers = nn.ModuleList(DecoderLayer(i, config, self.shard) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self._rope: Rope | None = None
+
+    @property
+    def kv_shape(self) -> KVShape:
+        _, heads = self.shard.kv_heads(self.config.num_kv_heads)
+        return KVShape(self.config.num_layers, heads, self.config.head_dim, self.norm.weight.dtype)
+
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """x [n, hidden], positions int64 [axes, n] -> [n, hidden], normed."""
+        if self._rope is None:  # not before: until the weights are loaded the module is on the meta device
+            self._rope = Rope(self.config.rope, self.config.head_dim, x.device)
+        rotation = self._rope(positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, rotation, attend)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def slots(self, prefix: str) -> Iterator[Slot]:
+        """``prefix`` ends with a dot, e.g. ``model.``."""
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            yield from layer.slots(f"{prefix}layers.{i}")
+        yield from self.norm.slots(f"{prefix}norm")
+
+
+def materialise(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
+    """Gives a module that was built on the meta device real, still undefined, storage."""
+    module.to(dtype)
+    module.to_empty(device=device)

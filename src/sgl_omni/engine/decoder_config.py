@@ -1,0 +1,138 @@
+"""The shape of a decoder, read from a Hugging Face ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from sgl_omni.engine.moe import MoEConfig
+from sgl_omni.engine.rope import RopeConfig
+from sgl_omni.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a model type does that its config does not say.
+
+    ``qkv_bias`` and ``out_bias``: always (true), never (false), or as ``attention_bias`` says (none).
+    """
+
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    qk_norm: bool = False
+    experts: bool = False
+    window_everywhere: bool = False
+
+
+_QWEN3 = Family(qk_norm=True)
+_QWEN3_MOE = Family(qk_norm=True, experts=True)
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family(),
+        "mistral": Family(qkv_bias=False, out_bias=False, window_everywhere=True),
+        "qwen2": Family(qkv_bias=True, out_bias=False),
+        "qwen2_moe": Family(qkv_bias=True, out_bias=False, experts=True),
+        "qwen3": _QWEN3,
+        "qwen3_moe": _QWEN3_MOE,
+        "qwen3_omni_moe_text": _QWEN3_MOE,
+        "qwen3_omni_moe_talker_text": _QWEN3_MOE,
+        "qwen3_omni_moe_talker_code_predictor": _QWEN3,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """Shapes of a decoder. ``windows`` and ``sparse`` have one entry a layer: attention window, MoE or dense."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    sparse: tuple[bool, ...]
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    moe: MoEConfig | None = None
+    vocab_size: int = 0
+    tied_embeddings: bool = False
+    max_positions: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """Raises ``StartupError`` for a model type or an option that the decoder does not have."""
+        kind = config.get("model_type", "")
+        family = FAMILIES.get(kind)
+        if family is None:
+            raise StartupError(f"model type {kind!r} is not one of {', '.join(FAMILIES)}")
+        if config.get("hidden_act", "silu") != "silu":
+            raise StartupError(f"activation {config['hidden_act']!r} is not supported; the decoder has silu")
+        layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+        bias = bool(config.get("attention_bias", False))
+        moe = _moe(config) if family.experts else None
+        return cls(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            norm_eps=config["rms_norm_eps"],
+            rope=RopeConfig.parse(config),
+            windows=_windows(config, family, layers),
+            sparse=_sparse_layers(config, layers) if moe else (False,) * layers,
+            qkv_bias=bool(config.get("qkv_bias", True)) if family.qkv_bias else family.qkv_bias is None and bias,
+            out_bias=bias if family.out_bias is None else family.out_bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=family.qk_norm,
+            moe=moe,
+            vocab_size=config.get("vocab_size", 0),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            max_positions=config.get("max_position_embeddings"),
+            eos_ids=_ids(config.get("eos_token_id")),
+        )
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _moe(config: Mapping[str, Any]) -> MoEConfig | None:
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    if not experts:
+        return None
+    return MoEConfig(
+        num_experts=experts,
+        experts_per_token=config["num_experts_per_tok"],
+        intermediate_size=config["moe_intermediate_size"],
+        normalise=bool(config.get("norm_topk_prob", False)),
+        shared_size=config.get("shared_expert_intermediate_size") or 0,
+    )
+
+
+def _sparse_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+
+
+def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    if not window or not (family.window_everywhere or config.get("use_sliding_window", False)):
+        return (None,) * layers
+    kinds = config.get("layer_types")
+    if kinds:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    first = 0 if family.window_everywhere else config.get("max_window_layers", 0)
+    return tuple(window if i >= first else None for i in range(layers))

@@ -1,0 +1,45 @@
+"""The delay pattern of codebooks: column k of an output row belongs to an earlier frame than column 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DelayPattern:
+    """Column k of row s is codebook k of frame ``s - delays[k]``.
+
+    Where there is no such frame, before the first and from the end on, the column holds ``pad_id``; column 0 holds
+    ``eos_id`` once, where the audio ends.
+    """
+
+    delays: tuple[int, ...]
+    eos_id: int
+    pad_id: int
+
+    @classmethod
+    def staircase(cls, columns: int, eos_id: int, pad_id: int) -> DelayPattern:
+        """Each column one row later than the one before it."""
+        return cls(tuple(range(columns)), eos_id, pad_id)
+
+    @property
+    def longest(self) -> int:
+        return max(self.delays)
+
+    def fill(self, row: list[int], step: int, end: int | None) -> None:
+        """Writes the pattern's own ids into the row of a step; ``end`` is the number of frames, once known."""
+        for column, delay in enumerate(self.delays):
+            before = step < delay
+            after = end is not None and step >= end + delay
+            if before or after:
+                row[column] = self.eos_id if column == 0 and step == end else self.pad_id
+
+    def known_frames(self, rows: int, end: int | None) -> int:
+        """Frames whose every codebook is among the first ``rows`` rows."""
+        known = max(0, rows - self.longest)
+        return known if end is None else min(known, end)
+
+    def frames(self, rows: Sequence[Sequence[int]], start: int, stop: int) -> list[list[int]]:
+        """The codes of known frames: a list of [codebooks]."""
+        return [[rows[frame + delay][k] for k, delay in enumerate(self.delays)] for frame in range(start, stop)]

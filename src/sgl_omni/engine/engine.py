@@ -1,0 +1,112 @@
+"""The engine: requests in, one scheduled and batched step at a time, outputs out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_omni.engine.interface import EngineOutput, Payload
+from sgl_omni.engine.kv_cache import KVCache, KVShape, PagePool, count_pages
+from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.request import Request
+from sgl_omni.engine.runner import ModelRunner, Runner
+from sgl_omni.engine.scheduler import Limits, Scheduler
+from sgl_omni.engine.task import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The ``engine`` section of a stage, as far as it is about scheduling and the KV pool.
+
+    ``group_rows`` makes the engine batch-invariant: see ``ModelRunner``; prefixes are then not reused, as that
+    would change how a prompt is cut into chunks. Only a request that was retracted may still differ in rounding.
+    """
+
+    max_total_tokens: int | None = None
+    kv_cache_bytes: int | None = None
+    page_size: int = 16
+    max_running_requests: int = 64
+    chunked_prefill_tokens: int = 2048
+    reuse_prefixes: bool = True
+    group_rows: int | None = None
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any], **defaults: Any) -> EngineSettings:
+        """Takes the keys that it knows; those that are absent or null keep their defaults."""
+        given = {key: value for key, value in settings.items() if key in cls.__slots__ and value is not None}
+        return cls(**{**defaults, **given})
+
+    def pages(self, shape: KVShape) -> int:
+        return count_pages(
+            shape, self.page_size, max_total_tokens=self.max_total_tokens, kv_cache_bytes=self.kv_cache_bytes
+        )
+
+    def limits(self, max_positions: int | None) -> Limits:
+        invariant = self.group_rows is not None
+        return Limits(
+            max_running_requests=self.max_running_requests,
+            prefill_tokens=self.chunked_prefill_tokens,
+            fixed_chunks=invariant,
+            max_positions=max_positions,
+            reuse_prefixes=self.reuse_prefixes and not invariant,
+        )
+
+
+class AutoregressiveEngine:
+    """Implements ``sgl_omni.engine.interface.Engine`` for any model that has a task and a runner."""
+
+    def __init__(self, task: Task, runner: Runner, pool: PagePool, limits: Limits) -> None:
+        self._task = task
+        self._runner = runner
+        self._pool = pool
+        self._scheduler = Scheduler(pool, limits)
+        self._generated = 0
+
+    @classmethod
+    def build(
+        cls, model: StepModel, task: Task, settings: EngineSettings, *, max_positions: int | None = None
+    ) -> AutoregressiveEngine:
+        """Allocates the KV pool on the model's device. Raises ``StartupError`` for a pool that holds nothing."""
+        pages = settings.pages(model.kv_shape)
+        cache = KVCache(model.kv_shape, pages, settings.page_size, model.device)
+        runner = ModelRunner(model, cache, group_rows=settings.group_rows)
+        return cls(task, runner, PagePool(pages, settings.page_size), settings.limits(max_positions))
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def add(self, request_id: str, payload: Payload) -> None:
+        self._scheduler.add(self._task.parse(request_id, payload))
+
+    def abort(self, request_id: str) -> None:
+        self._scheduler.remove(request_id)
+
+    def step(self) -> Sequence[EngineOutput]:
+        chunks = self._scheduler.schedule()
+        rows = self._runner.run(chunks)
+        self._scheduler.complete(chunks)
+        taken = [self._take(chunk.request, row) for chunk, row in zip(chunks, rows, strict=True) if row is not None]
+        return [output for output in taken if output is not None]
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "running": len(self._scheduler.running),
+            "queued": len(self._scheduler.waiting),
+            "kv_capacity_tokens": self._pool.capacity,
+            "kv_used_tokens": self._pool.used * self._pool.page_size,
+            "kv_reusable_tokens": self._pool.cached * self._pool.page_size,
+            "retractions": self._scheduler.retractions,
+            "reused_tokens": self._scheduler.reused_tokens,
+            "generated_rows": self._generated,
+        }
+
+    def _take(self, request: Request, row: list[int]) -> EngineOutput | None:
+        self._task.take(request, row)
+        self._generated += 1
+        chunk = self._task.chunk(request)
+        if not request.is_finished:
+            return None if chunk is None else EngineOutput(request.id, chunks=[chunk])
+        self._scheduler.remove(request.id)
+        return EngineOutput(request.id, chunks=[] if chunk is None else [chunk], result=self._task.result(request))

@@ -1,0 +1,158 @@
+"""The device side of a model: what an engine step asks of it, and where a model puts its own rules."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sgl_omni.engine.attention import Attend
+from sgl_omni.engine.checkpoint import Checkpoint, Slot
+from sgl_omni.engine.decoder import Decoder, materialise
+from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.kv_cache import KVShape
+from sgl_omni.engine.layers import Embedding, parameter
+from sgl_omni.engine.request import Chunk, Request
+from sgl_omni.engine.shard import Shard
+
+
+class StepModel(ABC):
+    """One step, in the order of the methods. ``columns`` ids make up a row: 1 for tokens, K for frames."""
+
+    columns: int = 1
+    axes: int = 1
+    """Axes of the positions."""
+
+    @property
+    @abstractmethod
+    def kv_shape(self) -> KVShape: ...
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        """ids int64 [n, columns] -> [n, hidden]."""
+
+    def embed(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Inputs of all rows of the chunks [n, hidden]: prompts, then the outputs' own embeddings.
+
+        A model whose outputs get something added (a talker's text, say) overrides this and adds it.
+        """
+        return embed_rows(self, chunks)
+
+    @abstractmethod
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """x [n, hidden], positions int64 [axes, n] -> hidden states [n, hidden]."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden] -> [n, columns that are sampled, vocabulary]."""
+
+    def rule(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+        """May change the logits: forbid ids, penalise repetition."""
+        return logits
+
+    def choose(self, logits: Tensor, requests: Sequence[Request]) -> Tensor | None:
+        """Ids int64 [n, columns] by a sampling of the model's own, or none: the engine's sampler."""
+        return None
+
+    def complete(self, rows: Tensor, hidden: Tensor, requests: Sequence[Request]) -> Tensor:
+        """The whole rows, where only some columns were sampled: a code predictor's inner loop."""
+        return rows
+
+
+def embed_rows(model: StepModel, chunks: Sequence[Chunk]) -> Tensor:
+    """Embeds the ids of prompts and outputs in one go, and puts embeddings that were given in their places."""
+    ids: list[Tensor] = []
+    given: list[tuple[int, Tensor]] = []
+    row = 0
+    for chunk in chunks:
+        request, split = chunk.request, min(chunk.stop, chunk.request.prompt_length)
+        if chunk.start < split:
+            if request.prompt.ids is not None:
+                ids.append(request.prompt.ids[chunk.start : split])
+            else:
+                given.append((row, request.prompt.rows[chunk.start : split]))
+                ids.append(torch.zeros(split - chunk.start, model.columns, dtype=torch.int64))
+        if chunk.stop > split:
+            first = max(chunk.start, split) - request.prompt_length
+            ids.append(torch.tensor(request.outputs[first : chunk.stop - request.prompt_length]))
+        row += chunk.length
+    x = model.embed_ids(torch.cat(ids).to(model.device))
+    for start, rows in given:
+        x[start : start + rows.shape[0]] = rows.to(x)
+    return x
+
+
+class CausalModel(nn.Module, StepModel):
+    """Embedding, decoder and one head a column over a table of ids; a plain language model with one column."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        columns: int = 1,
+        column_offsets: Sequence[int] = (0,),
+        embedding_rows: int | None = None,
+        head_size: int | None = None,
+        shard: Shard | None = None,
+    ) -> None:
+        """``column_offsets``: where each column's ids begin in the table. Table and head default to the vocabulary."""
+        super().__init__()
+        self.config = config
+        self.columns = columns
+        self.axes = config.rope.num_axes
+        self.embedding = Embedding(embedding_rows or config.vocab_size, config.hidden_size, column_offsets)
+        self.decoder = Decoder(config, shard)
+        tied = config.tied_embeddings
+        self.head = None if tied else parameter(columns * (head_size or config.vocab_size), config.hidden_size)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        prefix: str = "model.",
+        head: str = "lm_head",
+    ) -> CausalModel:
+        """Reads a checkpoint whose decoder lies below ``prefix`` and whose head is ``<head>.weight``."""
+        checkpoint = Checkpoint(folder)
+        with torch.device("meta"):
+            model = cls(DecoderConfig.parse(checkpoint.config()))
+        materialise(model, device, dtype)
+        ignore = ["*.rotary_emb.inv_freq"] + [f"{head}.weight"] * model.config.tied_embeddings
+        checkpoint.load(model.slots(prefix, head), ignore=ignore)
+        return model.eval()
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return self.decoder.kv_shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embedding(ids)
+        return x
+
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        hidden: Tensor = self.decoder(x, positions, attend)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        weight = self.embedding.weight if self.head is None else self.head
+        return nn.functional.linear(hidden, weight).unflatten(-1, (self.columns, -1))
+
+    def slots(self, prefix: str, head: str) -> Iterator[Slot]:
+        yield from self.embedding.slots(f"{prefix}embed_tokens")
+        yield from self.decoder.slots(prefix)
+        if self.head is not None:
+            yield Slot(f"{head}.weight", self.head, tuple(self.head.shape))

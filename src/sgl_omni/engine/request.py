@@ -1,0 +1,175 @@
+"""A request inside an engine: what was asked, and how far it has come."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_omni.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next id is drawn. A temperature of 0 is greedy; ``top_k`` 0 and ``top_p`` 1 leave all ids."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ``InvalidRequest`` for values that mean nothing."""
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InvalidRequest(f"temperature must be 0 or more, not {self.temperature}", param="temperature")
+        if self.top_k < 0:
+            raise InvalidRequest(f"top_k must be 0 (all ids) or more, not {self.top_k}", param="top_k")
+        if not 0 < self.top_p <= 1:
+            raise InvalidRequest(f"top_p must be above 0 and at most 1, not {self.top_p}", param="top_p")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """What a request starts from: ids, or embeddings that another stage made.
+
+    ``ids`` int64 [length, codebooks]; ``embeddings`` [length, hidden]. Exactly one is given. ``positions`` int64
+    [axes, length] where they are not simply 0, 1, 2, ... (multi-axis RoPE); outputs then go on after the largest.
+    """
+
+    ids: Tensor | None = None
+    embeddings: Tensor | None = None
+    positions: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ``InvalidRequest`` for a prompt that is empty or whose parts do not fit together."""
+        if (self.ids is None) == (self.embeddings is None):
+            raise InvalidRequest("a prompt is either ids or embeddings", param="prompt")
+        if self.rows.dim() != 2 or len(self) == 0:
+            raise InvalidRequest(f"a prompt has at least one row, not shape {[*self.rows.shape]}", param="prompt")
+        if self.embeddings is not None and not bool(torch.isfinite(self.embeddings).all()):
+            raise InvalidRequest("the prompt's embeddings are not all finite", param="prompt")
+        if self.positions is None:
+            return
+        if self.positions.dim() != 2 or self.positions.shape[1] != len(self):
+            raise InvalidRequest("the prompt's positions must be [axes, length]", param="positions")
+        if int(self.positions.min()) < 0:
+            raise InvalidRequest("the prompt's positions must be 0 or more", param="positions")
+
+    @property
+    def rows(self) -> Tensor:
+        """The ids or the embeddings."""
+        rows = self.embeddings if self.ids is None else self.ids
+        assert rows is not None
+        return rows
+
+    @property
+    def end_position(self) -> int:
+        """Position of the first output."""
+        return len(self) if self.positions is None else int(self.positions.max()) + 1
+
+    def __len__(self) -> int:
+        return int(self.rows.shape[0])
+
+    def page_keys(self, page_size: int) -> list[bytes]:
+        """One key for each whole page: a hash of all content up to the page's end.
+
+        Two prompts share a key exactly where they are equal from the first row to there.
+        """
+        starts = range(0, len(self) + 1, page_size)
+        parts = [self.rows] if self.positions is None else [self.rows, self.positions.T]
+        parts = [part.cpu().clone(memory_format=torch.contiguous_format) for part in parts]
+        running = hashlib.blake2b(repr([(part.dtype, part.shape[1]) for part in parts]).encode(), digest_size=16)
+        keys = []
+        for start, end in pairwise(starts):
+            for part in parts:
+                running.update(part[start:end].view(torch.uint8).numpy())
+            keys.append(running.digest())
+        return keys
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request and its progress. The scheduler owns ``pages`` and ``computed``, the engine ``outputs``.
+
+    A sequence is the prompt's rows, then one row an output. ``computed`` counts those whose keys and values are in
+    the cache. ``task`` is state that belongs to the model's own code.
+    """
+
+    id: str
+    prompt: Prompt
+    max_outputs: int
+    sampling: Sampling = Sampling()
+    task: Any = None
+    arrival: int = -1
+    outputs: list[list[int]] = field(default_factory=list[list[int]])
+    finish_reason: str | None = None
+    page_keys: list[bytes] = field(default_factory=list[bytes])
+    pages: list[int] = field(default_factory=list[int])
+    computed: int = 0
+    sent: int = 0
+    retractions: int = 0
+    prompt_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Raises ``InvalidRequest`` where not even one output is wanted."""
+        if self.max_outputs < 1:
+            raise InvalidRequest(f"at least one output must be allowed, not {self.max_outputs}", param="max_new_tokens")
+        self.prompt_length = len(self.prompt)
+
+    @property
+    def length(self) -> int:
+        """Rows that are known by now."""
+        return self.prompt_length + len(self.outputs)
+
+    @property
+    def longest(self) -> int:
+        """Rows that the cache holds at the very end; the last output never enters it."""
+        return self.prompt_length + self.max_outputs - 1
+
+    @property
+    def uncomputed(self) -> int:
+        return self.length - self.computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the last output is still to be run."""
+        return self.computed >= self.prompt_length and self.uncomputed == 1
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def is_at_limit(self) -> bool:
+        return len(self.outputs) >= self.max_outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows ``start`` to ``stop`` of a request, run in one step."""
+
+    request: Request
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_decode(self) -> bool:
+        return self.start >= self.request.prompt_length and self.length == 1
+
+    @property
+    def yields_output(self) -> bool:
+        """Whether this reaches the end of what is known, so that the next output can be chosen."""
+        return self.stop == self.request.length

@@ -1,0 +1,87 @@
+"""Chooses the next ids of a batch.
+
+Random numbers are a hash of (seed, output index, column, id), not the state of a generator: what a request draws
+depends on nothing else, so it is the same in every batch, after a retraction, and on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_omni.engine.request import Request
+
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The sampling options of the rows of a step, one entry a row.
+
+    ``random`` int64 [r]: the rows that are not greedy; the other tensors [r] are of these alone. ``keys`` int64
+    [r]: a hash of seed and output index.
+    """
+
+    random: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    keys: Tensor
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], device: torch.device | str = "cpu") -> SamplingBatch:
+        rows = [i for i, request in enumerate(requests) if not request.sampling.is_greedy]
+        options = [requests[i].sampling for i in rows]
+        seeds = torch.tensor([option.seed & 0x7FFFFFFFFFFFFFFF for option in options], dtype=torch.int64)
+        steps = torch.tensor([len(requests[i].outputs) for i in rows], dtype=torch.int64)
+        return cls(
+            random=torch.tensor(rows, dtype=torch.int64).to(device),
+            temperature=torch.tensor([option.temperature for option in options]).to(device),
+            top_k=torch.tensor([option.top_k for option in options], dtype=torch.int64).to(device),
+            top_p=torch.tensor([option.top_p for option in options]).to(device),
+            keys=_mix(_mix(_mix(seeds) ^ (seeds >> 32)) ^ steps).to(device),
+        )
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """logits [rows, columns, vocabulary] -> ids int64 [rows, columns]."""
+    ids = logits.argmax(-1)
+    if len(batch.random):
+        ids[batch.random] = _draw(logits[batch.random].float(), batch)
+    return ids
+
+
+def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Gumbel noise on the logits that top-k and top-p leave; the largest wins."""
+    scaled = logits / batch.temperature.clamp(min=1e-5)[:, None, None]
+    # Stable: of equal logits the lower id goes first, whatever else is in the batch.
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(ordered.shape[-1], device=logits.device)
+    top_k = torch.where(batch.top_k > 0, batch.top_k, ordered.shape[-1])[:, None, None]
+    ordered = ordered.masked_fill(rank >= top_k, float("-inf"))
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    # Rounding may make ``before`` of a far id reach 1.
+    dropped = (before >= batch.top_p[:, None, None]) & (batch.top_p[:, None, None] < 1) & (rank > 0)
+    chosen = (ordered + _gumbel(batch.keys, ids)).masked_fill(dropped, float("-inf")).argmax(-1, keepdim=True)
+    return ids.gather(-1, chosen)[..., 0]
+
+
+def _gumbel(keys: Tensor, ids: Tensor) -> Tensor:
+    """Noise of each id [rows, columns, n], float32."""
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    hashed = _mix(_mix(keys[:, None] ^ (columns * 0x632BE5AB))[..., None] ^ ids)
+    # 23 bits and a half: in float32 this is neither 0 nor 1.
+    uniform = ((hashed >> 9).float() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A permutation of 32-bit numbers (held in int64) in which every input bit moves every output bit."""
+    x = (x + 0x9E3779B9) & _MASK
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK
+    return x ^ (x >> 15)

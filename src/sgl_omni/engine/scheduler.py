@@ -1,0 +1,181 @@
+"""Which rows run in the next step. Pure: it sees lengths and pages, never a tensor or a clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sgl_omni.engine.kv_cache import PagePool
+from sgl_omni.engine.request import Chunk, Request
+from sgl_omni.errors import InvalidRequest, StartupError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one step and the whole engine may hold.
+
+    ``prefill_tokens``: prompt rows a step, for all requests together; a longer prompt runs in chunks.
+    ``fixed_chunks``: a chunk never depends on what else runs: it is the prompt's next ``prefill_tokens`` rows, run
+    as soon as the step has any room left.
+    ``max_positions``: the longest sequence that the model can attend over.
+    """
+
+    max_running_requests: int = 64
+    prefill_tokens: int = 2048
+    fixed_chunks: bool = False
+    max_positions: int | None = None
+    reuse_prefixes: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_running_requests < 1 or self.prefill_tokens < 1:
+            raise StartupError("max_running_requests and chunked_prefill_tokens must be 1 or more")
+
+
+class Scheduler:
+    """Continuous batching, first come first served.
+
+    A request enters with pages for all rows that it has, so that its prompt is never stopped half way, and takes
+    more as it grows. Where none is left the youngest running request gives up its pages and waits again; the
+    oldest can always go on, because a request that would not fit alone is refused at once.
+    """
+
+    def __init__(self, pool: PagePool, limits: Limits) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._by_id: dict[str, Request] = {}
+        # Both in order of arrival, and every running request came before every waiting one.
+        self._running: list[Request] = []
+        self._waiting: deque[Request] = deque()
+        self._arrivals = 0
+        self.retractions = 0
+        self.reused_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._by_id)
+
+    @property
+    def running(self) -> Sequence[Request]:
+        return self._running
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        return self._waiting
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises ``InvalidRequest`` for one that can never be served."""
+        if request.id in self._by_id:
+            raise InvalidRequest(f"request {request.id!r} is here already", param="request_id")
+        if request.longest > self._pool.capacity:
+            raise InvalidRequest(
+                f"the prompt of {request.prompt_length} and up to {request.max_outputs} outputs need "
+                f"{request.longest} positions; the KV pool has {self._pool.capacity}",
+                param="max_new_tokens",
+            )
+        limit = self._limits.max_positions
+        if limit is not None and request.prompt.end_position + request.max_outputs - 1 > limit:
+            raise InvalidRequest(
+                f"the prompt of {request.prompt_length} and up to {request.max_outputs} outputs exceed the model's "
+                f"{limit} positions",
+                param="max_new_tokens",
+            )
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        if self._limits.reuse_prefixes:
+            request.page_keys = request.prompt.page_keys(self._pool.page_size)
+        self._by_id[request.id] = request
+        self._waiting.append(request)
+
+    def remove(self, request_id: str) -> None:
+        """Frees all that a request holds: it has finished or is aborted. Unknown ids are ignored."""
+        request = self._by_id.pop(request_id, None)
+        if request is None:
+            return
+        if request.pages:
+            self._running.remove(request)
+            self._release(request)
+        else:
+            self._waiting.remove(request)
+
+    def schedule(self) -> list[Chunk]:
+        """The rows of the next step: one for each decoding request, then prompts as far as the budget goes."""
+        self._make_room_for_outputs()
+        budget = self._limits.prefill_tokens
+        chunks: list[Chunk] = []
+        for request in self._running:
+            if request.is_decoding:
+                chunks.append(Chunk(request, request.computed, request.length))
+            elif budget > 0:
+                budget -= self._take_chunk(request, budget, chunks)
+        while budget > 0 and self._admit_next():
+            budget -= self._take_chunk(self._running[-1], budget, chunks)
+        return chunks
+
+    def complete(self, chunks: Sequence[Chunk]) -> None:
+        """Notes that these rows are in the cache. Requests that were aborted meanwhile are passed over."""
+        size = self._pool.page_size
+        for chunk in chunks:
+            request = chunk.request
+            if not request.pages:
+                continue
+            whole = range(chunk.start // size, min(chunk.stop // size, len(request.page_keys)))
+            for page in whole:
+                self._pool.remember(request.pages[page], request.page_keys[page])
+            request.computed = chunk.stop
+
+    def _take_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
+        most = self._limits.prefill_tokens if self._limits.fixed_chunks else budget
+        chunk = Chunk(request, request.computed, request.computed + min(request.uncomputed, most))
+        chunks.append(chunk)
+        return chunk.length
+
+    def _make_room_for_outputs(self) -> None:
+        """A page for each request whose next row needs one, oldest first; the youngest pay for it."""
+        for request in list(self._running):
+            if not request.pages:
+                continue  # retracted by an older one
+            missing = self._pool.pages_for(request.length) - len(request.pages)
+            while missing > self._pool.available and request.pages:
+                self._retract(self._running[-1])
+            if request.pages:
+                request.pages += self._pool.allocate(missing)
+
+    def _retract(self, request: Request) -> None:
+        self._running.remove(request)
+        self._release(request)
+        request.retractions += 1
+        self.retractions += 1
+        self._waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        self._pool.release(request.pages)
+        request.pages = []
+        request.computed = 0
+
+    def _admit_next(self) -> bool:
+        """Moves the request that has waited longest to the running ones, if there is room for it.
+
+        Each running request that is still to grow keeps one page in reserve, or admissions would soon be
+        taken back.
+        """
+        if not self._waiting or len(self._running) >= self._limits.max_running_requests:
+            return False
+        request = self._waiting[0]
+        known = self._pool.take_known(self._usable_keys(request))
+        needed = self._pool.pages_for(request.length) - len(known)
+        if needed + self._growing() > self._pool.available:
+            self._pool.release(known)
+            return False
+        self._running.append(self._waiting.popleft())
+        request.pages = known + self._pool.allocate(needed)
+        request.computed = len(known) * self._pool.page_size
+        self.reused_tokens += request.computed
+        return True
+
+    def _usable_keys(self, request: Request) -> Sequence[bytes]:
+        """Pages to look for. At least one row is always run, for the output it yields."""
+        return request.page_keys[: (request.length - 1) // self._pool.page_size]
+
+    def _growing(self) -> int:
+        return sum(self._pool.pages_for(r.longest) > len(r.pages) for r in self._running)

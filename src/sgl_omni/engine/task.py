@@ -1,0 +1,233 @@
+"""The host side of a model: payloads to requests, chosen rows to payloads, and when a request ends."""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgl_omni.engine.delay import DelayPattern
+from sgl_omni.engine.interface import Payload
+from sgl_omni.engine.request import Prompt, Request, Sampling
+from sgl_omni.errors import InvalidRequest
+
+
+class Task(ABC):
+    """What an engine asks of a model about its requests. All state of a request lies in the request."""
+
+    @abstractmethod
+    def parse(self, request_id: str, payload: Payload) -> Request:
+        """Raises ``InvalidRequest`` for input that this model can never serve."""
+
+    @abstractmethod
+    def take(self, request: Request, row: list[int]) -> None:
+        """Appends the row that was chosen, as the model is to see it, and ends the request where it ends."""
+
+    def chunk(self, request: Request) -> Payload | None:
+        """What can be handed on now and has not been."""
+        return None
+
+    @abstractmethod
+    def result(self, request: Request) -> Payload:
+        """The payload of a request that has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """What prompts of a model may hold. ``vocab_sizes`` has one entry a column of ids."""
+
+    vocab_sizes: tuple[int, ...]
+    hidden_size: int
+    axes: int = 1
+
+    def prompt(self, payload: Payload) -> Prompt:
+        """``prompt_ids`` [length] or [length, columns], or ``prompt_embeddings`` [length, hidden]."""
+        ids, embeddings = payload.get("prompt_ids"), payload.get("prompt_embeddings")
+        positions = payload.get("positions")
+        if embeddings is not None and not (torch.is_tensor(embeddings) or isinstance(embeddings, np.ndarray)):
+            raise InvalidRequest("prompt_embeddings must be an array", param="prompt_embeddings")
+        return Prompt(
+            ids=None if ids is None else self._ids(ids),
+            embeddings=None if embeddings is None else self._embeddings(torch.as_tensor(embeddings)),
+            positions=None if positions is None else self._positions(positions),
+        )
+
+    def _ids(self, value: Any) -> Tensor:
+        ids = _integers(value, "prompt_ids")
+        if ids.numel() == 0:
+            raise InvalidRequest("the prompt is empty", param="prompt_ids")
+        columns = len(self.vocab_sizes)
+        if ids.dim() == 1 and columns == 1:
+            ids = ids[:, None]
+        if ids.dim() != 2 or ids.shape[1] != columns:
+            raise InvalidRequest(f"prompt_ids must be [length, {columns}], not {[*ids.shape]}", param="prompt_ids")
+        for column, size in enumerate(self.vocab_sizes):
+            low, high = int(ids[:, column].min()), int(ids[:, column].max())
+            if low < 0 or high >= size:
+                wrong = low if low < 0 else high
+                raise InvalidRequest(f"id {wrong} is not one of 0..{size - 1}", param="prompt_ids")
+        return ids
+
+    def _embeddings(self, value: Tensor) -> Tensor:
+        if value.dim() != 2 or value.shape[1] != self.hidden_size or not value.is_floating_point():
+            raise InvalidRequest(
+                f"prompt_embeddings must be floats [length, {self.hidden_size}], not {value.dtype} {[*value.shape]}",
+                param="prompt_embeddings",
+            )
+        return value
+
+    def _positions(self, value: Any) -> Tensor:
+        positions = torch.atleast_2d(_integers(value, "positions"))
+        if positions.shape[0] != self.axes:
+            raise InvalidRequest(f"positions must have {self.axes} axes, not {positions.shape[0]}", param="positions")
+        return positions
+
+
+def _integers(value: Any, param: str) -> Tensor:
+    try:
+        array = np.asarray(value.cpu() if torch.is_tensor(value) else value)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"{param} must be whole numbers: {error}", param=param) from error
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise InvalidRequest(f"{param} must be whole numbers, not {array.dtype}", param=param)
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def number(payload: Payload, key: str, default: float) -> float:
+    value = payload.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidRequest(f"{key} must be a number, not {value!r}", param=key)
+    return float(value)
+
+
+def whole_number(payload: Payload, key: str, default: int) -> int:
+    value = payload.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{key} must be a whole number, not {value!r}", param=key)
+    return value
+
+
+def parse_sampling(payload: Payload) -> Sampling:
+    """Without a seed the draws differ from request to request."""
+    seed = whole_number(payload, "seed", -1)
+    return Sampling(
+        temperature=number(payload, "temperature", 0.0),
+        top_k=whole_number(payload, "top_k", 0),
+        top_p=number(payload, "top_p", 1.0),
+        seed=secrets.randbits(62) if payload.get("seed") is None else seed,
+    )
+
+
+class TokenTask(Task):
+    """Tokens out: ``token_ids`` as chunks where ``stream`` asks for them, and all of them in the result."""
+
+    def __init__(self, inputs: InputSpec, *, eos_ids: Sequence[int] = (), default_max_new_tokens: int = 256) -> None:
+        self._inputs = inputs
+        self._eos_ids = frozenset(eos_ids)
+        self._default_max_new_tokens = default_max_new_tokens
+
+    def parse(self, request_id: str, payload: Payload) -> Request:
+        return Request(
+            request_id,
+            self._inputs.prompt(payload),
+            max_outputs=whole_number(payload, "max_new_tokens", self._default_max_new_tokens),
+            sampling=parse_sampling(payload),
+            task=_TokenOptions(
+                frozenset() if payload.get("ignore_eos") else self._eos_ids, bool(payload.get("stream"))
+            ),
+        )
+
+    def take(self, request: Request, row: list[int]) -> None:
+        request.outputs.append(row)
+        if row[0] in request.task.stop_ids:
+            request.finish_reason = "stop"
+        elif request.is_at_limit:
+            request.finish_reason = "length"
+
+    def chunk(self, request: Request) -> Payload | None:
+        if not request.task.stream:
+            return None
+        new = [row[0] for row in request.outputs[request.sent :]]
+        request.sent = len(request.outputs)
+        return {"token_ids": new}
+
+    def result(self, request: Request) -> Payload:
+        return {
+            "token_ids": [row[0] for row in request.outputs],
+            "finish_reason": request.finish_reason,
+            "input_tokens": request.prompt_length,
+            "output_tokens": len(request.outputs),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenOptions:
+    stop_ids: frozenset[int]
+    stream: bool
+
+
+class FrameTask(Task):
+    """Frames of K codes out: arrays ``codes`` int16 [frames, K], each frame as soon as all of its codes are known."""
+
+    def __init__(self, inputs: InputSpec, pattern: DelayPattern, *, default_max_frames: int = 1024) -> None:
+        self._inputs = inputs
+        self._pattern = pattern
+        self._default_max_frames = default_max_frames
+
+    def parse(self, request_id: str, payload: Payload) -> Request:
+        frames = whole_number(payload, "max_frames", self._default_max_frames)
+        if frames < 1:
+            raise InvalidRequest(f"max_frames must be 1 or more, not {frames}", param="max_frames")
+        return Request(
+            request_id,
+            self._inputs.prompt(payload),
+            max_outputs=frames + self._pattern.longest,
+            sampling=parse_sampling(payload),
+            task=_Audio(frames),
+        )
+
+    def take(self, request: Request, row: list[int]) -> None:
+        audio: _Audio = request.task
+        step = len(request.outputs)
+        if audio.end is None and (row[0] == self._pattern.eos_id or step >= audio.limit):
+            audio.cut = row[0] != self._pattern.eos_id
+            audio.end = step
+        self._pattern.fill(row, step, audio.end)
+        request.outputs.append(row)
+        audio.cut = audio.cut or (audio.end is None and request.is_at_limit)
+        if request.is_at_limit or (audio.end is not None and step + 1 >= audio.end + self._pattern.longest):
+            request.finish_reason = "length" if audio.cut else "stop"
+
+    def chunk(self, request: Request) -> Payload | None:
+        known = self._pattern.known_frames(len(request.outputs), request.task.end)
+        if known == request.sent:
+            return None
+        codes = self._pattern.frames(request.outputs, request.sent, known)
+        request.sent = known
+        return {"codes": np.asarray(codes, dtype=np.int16)}
+
+    def result(self, request: Request) -> Payload:
+        return {
+            "finish_reason": request.finish_reason,
+            "input_tokens": request.prompt_length,
+            "output_tokens": self._pattern.known_frames(len(request.outputs), request.task.end),
+        }
+
+
+@dataclass(slots=True)
+class _Audio:
+    """``end``: the number of frames, once known; ``cut``: the limit put it there, not the model."""
+
+    limit: int
+    end: int | None = None
+    cut: bool = False

@@ -1,0 +1,255 @@
+"""What an engine refuses, for that request alone, and what its stage sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.delay import DelayPattern
+from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
+from sgl_omni.engine.interface import Engine
+from sgl_omni.engine.model import CausalModel, StepModel
+from sgl_omni.engine.rope import RopeConfig
+from sgl_omni.engine.task import FrameTask, InputSpec, TokenTask
+from sgl_omni.errors import InvalidRequest, StartupError
+
+COLUMNS, CODES, EOS, PAD = 3, 10, 10, 11
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products this small only wait for a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny_model(columns: int = 1, vocabulary: int = 12) -> CausalModel:
+    torch.manual_seed(1)
+    config = DecoderConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        norm_eps=1e-6,
+        rope=RopeConfig(theta=10000.0),
+        windows=(None, None),
+        sparse=(False, False),
+        vocab_size=vocabulary,
+    )
+    offsets = [column * vocabulary for column in range(columns)]
+    model = CausalModel(config, columns=columns, column_offsets=offsets, embedding_rows=columns * vocabulary)
+    for name, parameter in model.named_parameters():
+        parameter.data.uniform_(0.5, 1.5) if "norm" in name else parameter.data.normal_(0, 0.4)
+    return model
+
+
+def token_engine() -> AutoregressiveEngine:
+    task = TokenTask(InputSpec(vocab_sizes=(12,), hidden_size=16))
+    return AutoregressiveEngine.build(tiny_model(), task, EngineSettings(max_total_tokens=64, page_size=4))
+
+
+def frame_engine(model: StepModel | None = None, **settings: Any) -> AutoregressiveEngine:
+    task = FrameTask(InputSpec(vocab_sizes=(12,) * COLUMNS, hidden_size=16), DelayPattern.staircase(COLUMNS, EOS, PAD))
+    options = EngineSettings(**{"max_total_tokens": 64, "page_size": 4, **settings})
+    return AutoregressiveEngine.build(model or tiny_model(COLUMNS), task, options)
+
+
+def run(engine: Engine) -> dict[str, tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Chunks and result by request."""
+    chunks: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            chunks.setdefault(output.request_id, []).extend(output.chunks)
+            if output.result is not None:
+                results[output.request_id] = (chunks[output.request_id], output.result)
+    return results
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "larger than the pool": ({"prompt_ids": [1] * 60, "max_new_tokens": 6}, "the KV pool has 64"),
+    "empty prompt": ({"prompt_ids": []}, "the prompt is empty"),
+    "no prompt": ({}, "either ids or embeddings"),
+    "two prompts": ({"prompt_ids": [1], "prompt_embeddings": torch.zeros(1, 16)}, "either ids or embeddings"),
+    "empty embeddings": ({"prompt_embeddings": torch.zeros(0, 16)}, "at least one row"),
+    "embeddings of another width": ({"prompt_embeddings": torch.zeros(3, 8)}, "16"),
+    "embeddings that are not numbers": ({"prompt_embeddings": torch.full((2, 16), math.nan)}, "not all finite"),
+    "id too large": ({"prompt_ids": [1, 12]}, "id 12 is not one of 0..11"),
+    "id below zero": ({"prompt_ids": [1, -1]}, "id -1 is not one of 0..11"),
+    "ids that are no numbers": ({"prompt_ids": ["a"]}, "whole numbers"),
+    "ids of unequal rows": ({"prompt_ids": [[1], [1, 2]]}, "whole numbers"),
+    "several columns for a model of one": ({"prompt_ids": [[1, 2]]}, r"\[length, 1\]"),
+    "NaN temperature": ({"prompt_ids": [1], "temperature": math.nan}, "temperature must be 0 or more"),
+    "infinite temperature": ({"prompt_ids": [1], "temperature": math.inf}, "temperature must be 0 or more"),
+    "negative temperature": ({"prompt_ids": [1], "temperature": -1.0}, "temperature must be 0 or more"),
+    "negative length": ({"prompt_ids": [1], "max_new_tokens": -5}, "at least one output"),
+    "length of zero": ({"prompt_ids": [1], "max_new_tokens": 0}, "at least one output"),
+    "length that is no number": ({"prompt_ids": [1], "max_new_tokens": "5"}, "must be a whole number"),
+    "negative top_k": ({"prompt_ids": [1], "top_k": -1}, "top_k"),
+    "top_p of zero": ({"prompt_ids": [1], "top_p": 0.0}, "top_p"),
+    "NaN top_p": ({"prompt_ids": [1], "top_p": math.nan}, "top_p"),
+    "seed that is no number": ({"prompt_ids": [1], "seed": 1.5}, "seed must be a whole number"),
+    "negative positions": ({"prompt_ids": [1], "positions": [[-1]]}, "positions must be 0 or more"),
+    "positions of another length": ({"prompt_ids": [1], "positions": [[0, 1]]}, r"\[axes, length\]"),
+    "positions of other axes": ({"prompt_ids": [1], "positions": [[0], [0]]}, "1 axes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_never_be_served_is_refused_for_that_request_alone(case: str) -> None:
+    payload, message = REFUSED[case]
+    engine = token_engine()
+    engine.add("good", {"prompt_ids": [1, 2, 3], "max_new_tokens": 5})
+    with pytest.raises(InvalidRequest, match=message):
+        engine.add("bad", payload)
+    results = run(engine)
+    assert list(results) == ["good"]
+    assert results["good"][1]["output_tokens"] == 5
+    assert engine.stats()["kv_used_tokens"] == 0
+
+
+def test_tokens_are_streamed_where_that_is_asked_for() -> None:
+    engine = token_engine()
+    engine.add("streamed", {"prompt_ids": [1, 2], "max_new_tokens": 4, "stream": True})
+    engine.add("whole", {"prompt_ids": [1, 2], "max_new_tokens": 4})
+    results = run(engine)
+    chunks, result = results["streamed"]
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == result["token_ids"]
+    assert len(chunks) == 4
+    assert results["whole"] == ([], result)
+    assert (result["finish_reason"], result["input_tokens"], result["output_tokens"]) == ("length", 2, 4)
+
+
+class Scripted(CausalModel):
+    """Ends the audio at a given row."""
+
+    ends_at = 5
+
+    def rule(self, logits: torch.Tensor, requests: Any) -> torch.Tensor:
+        logits = logits.clone()
+        logits[..., CODES:] = -math.inf
+        for row, request in enumerate(requests):
+            if len(request.outputs) == self.ends_at:
+                logits[row, 0, EOS] = math.inf
+        return logits
+
+
+def scripted(ends_at: int = 5) -> Scripted:
+    model = tiny_model(COLUMNS)
+    model.__class__ = Scripted
+    assert isinstance(model, Scripted)
+    model.ends_at = ends_at
+    return model
+
+
+def test_frames_of_summed_codebooks_come_out_of_their_delay_pattern() -> None:
+    engine = frame_engine(scripted())
+    engine.add("a", {"prompt_ids": [[1, 2, 3], [4, 5, 6]], "max_frames": 20})
+    chunks, result = run(engine)["a"]
+    codes = np.concatenate([chunk["codes"] for chunk in chunks])
+    assert codes.shape == (5, COLUMNS)
+    assert codes.max() < CODES
+    assert [len(chunk["codes"]) for chunk in chunks] == [1] * 5  # each as soon as its last codebook is known
+    assert result == {"finish_reason": "stop", "input_tokens": 2, "output_tokens": 5}
+
+
+def test_the_frame_limit_cuts_audio() -> None:
+    engine = frame_engine(scripted())
+    engine.add("a", {"prompt_ids": [[1, 2, 3]], "max_frames": 4})
+    chunks, result = run(engine)["a"]
+    assert sum(len(chunk["codes"]) for chunk in chunks) == 4
+    assert (result["finish_reason"], result["output_tokens"]) == ("length", 4)
+
+
+def test_frames_are_the_same_alone_and_in_a_pool_that_overflows() -> None:
+    prompts = [[[i, j, 1] for j in range(1 + i // 2)] for i in range(8)]
+    alone = []
+    for prompt in prompts:
+        engine = frame_engine(scripted(8))
+        engine.add("a", {"prompt_ids": prompt, "max_frames": 10})
+        alone.append(run(engine)["a"])
+    engine = frame_engine(scripted(8), max_total_tokens=24, page_size=1, chunked_prefill_tokens=2)
+    for i, prompt in enumerate(prompts):
+        engine.add(str(i), {"prompt_ids": prompt, "max_frames": 10})
+    together = run(engine)
+    assert engine.stats()["retractions"] > 0
+    for i, (chunks, result) in enumerate(alone):
+        expected = np.concatenate([chunk["codes"] for chunk in chunks])
+        assert np.array_equal(np.concatenate([chunk["codes"] for chunk in together[str(i)][0]]), expected)
+        assert together[str(i)][1] == result
+
+
+def test_a_delay_pattern_fills_what_has_no_code() -> None:
+    pattern = DelayPattern.staircase(3, EOS, PAD)
+    rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 1, 1], [2, 2, 2]]
+    for step, row in enumerate(rows):
+        pattern.fill(row, step, end=2 if step >= 2 else None)
+    assert rows == [[1, PAD, PAD], [4, 5, PAD], [EOS, 8, 9], [PAD, PAD, 1], [PAD, PAD, PAD]]
+    assert [pattern.known_frames(n, None) for n in range(5)] == [0, 0, 0, 1, 2]
+    assert pattern.known_frames(5, end=2) == 2
+    assert pattern.frames(rows, 0, 2) == [[1, 5, 9], [4, 8, 1]]
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 + 5, -7])
+def test_a_seed_gives_the_same_tokens_whatever_the_batch(seed: int) -> None:
+    payload = {"prompt_ids": [1, 2, 3], "max_new_tokens": 12, "temperature": 0.9, "top_k": 8, "top_p": 0.95}
+    engine = token_engine()
+    engine.add("alone", {**payload, "seed": seed})
+    alone = run(engine)["alone"][1]["token_ids"]
+    for i in range(6):
+        engine.add(f"other {i}", {**payload, "temperature": 0.3 * i, "seed": i})
+    engine.add("among others", {**payload, "seed": seed})
+    results = run(engine)
+    assert engine.stats()["retractions"] > 0
+    assert results["among others"][1]["token_ids"] == alone
+    assert len({tuple(result["token_ids"]) for _, result in results.values()}) > 4
+
+
+def test_without_a_seed_two_requests_differ() -> None:
+    engine = token_engine()
+    for name in ("a", "b"):
+        engine.add(name, {"prompt_ids": [1], "max_new_tokens": 24, "temperature": 3.0})
+    results = run(engine)
+    assert results["a"][1]["token_ids"] != results["b"][1]["token_ids"]
+
+
+def test_the_batch_invariant_mode_gives_the_same_bits_in_every_batch() -> None:
+    seen: dict[int, list[bytes]] = {}
+
+    class Recording(CausalModel):
+        def rule(self, logits: torch.Tensor, requests: Any) -> torch.Tensor:
+            for row, request in enumerate(requests):
+                if request.prompt_length == 7:
+                    seen.setdefault(len(request.outputs), []).append(logits[row].numpy().tobytes())
+            return logits
+
+    model = tiny_model()
+    model.__class__ = Recording
+    task = TokenTask(InputSpec(vocab_sizes=(12,), hidden_size=16))
+    options = EngineSettings(max_total_tokens=400, group_rows=4, chunked_prefill_tokens=5)
+    for others in (0, 2, 7):
+        engine = AutoregressiveEngine.build(model, task, options)
+        for i in range(others):
+            engine.add(str(i), {"prompt_ids": [i] * (i + 1 + (i >= 6)), "max_new_tokens": 9})
+        engine.add("watched", {"prompt_ids": [1, 2, 3, 4, 5, 6, 7], "max_new_tokens": 9})
+        run(engine)
+    assert sorted(seen) == list(range(9))
+    assert all(len(bits) == 3 and len(set(bits)) == 1 for bits in seen.values())
+
+
+def test_settings_come_from_the_stage_and_what_is_left_out_keeps_its_default() -> None:
+    section = {"max_total_tokens": 512, "kv_cache_bytes": None, "max_running_requests": 4, "cuda_graph_max_bs": 8}
+    settings = EngineSettings.parse(section, page_size=1)
+    assert (settings.max_total_tokens, settings.page_size, settings.max_running_requests) == (512, 1, 4)
+    with pytest.raises(StartupError, match="either"):
+        EngineSettings.parse({}).pages(tiny_model().kv_shape)
