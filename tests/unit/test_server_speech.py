@@ -464,6 +464,35 @@ async def test_a_body_of_a_hundred_megabytes_is_refused_unread(http, backend):
     assert not backend.handles
 
 
+@pytest.mark.parametrize(("path", "status"), [("/v1/audio/speech", 413), ("/nowhere", 404), ("/health", 405)])
+async def test_a_body_without_end_gets_its_answer_and_then_the_end_of_the_connection(url, monkeypatch, path, status):
+    monkeypatch.setattr("sgl_omni.server.middleware.DRAIN_BYTES", 4 << 20)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+    answer = asyncio.create_task(reader.read(64))
+    writer.write(head.encode())
+    sent = 0
+    try:
+        while sent < 64 << 20:
+            writer.write(b"10000\r\n" + b" " * 65536 + b"\r\n")
+            sent += 65536
+            await writer.drain()
+    except ConnectionError:
+        pass
+    assert sent < 64 << 20, "the server must not read for ever"
+    assert (await answer).startswith(f"HTTP/1.1 {status} ".encode())
+    writer.close()
+
+
+async def test_an_early_answer_to_a_whole_body_keeps_the_connection(http):
+    async def half_a_megabyte():
+        for _ in range(8):
+            yield b" " * 65536
+
+    response = await http.post("/nowhere", content=half_a_megabyte())
+    assert (response.status_code, response.headers.get("connection")) == (404, None)
+
+
 async def test_a_client_that_sends_half_a_body_and_leaves_does_no_harm(http, url):
     with socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as sock:
         sock.sendall(b"POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")

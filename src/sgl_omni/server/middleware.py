@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 
@@ -9,6 +10,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+DRAIN_BYTES = 256 << 20
+DRAIN_SECONDS = 10.0
 SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -38,7 +41,11 @@ class RequestIds:
 
 
 class BodyLimit:
-    """Refuses a body of more than ``max_bytes`` with 413, by its declared length or as soon as it grows past it."""
+    """Refuses a body of more than ``max_bytes`` with 413, and ends connections whose body never does.
+
+    What a client still sends is read and dropped before an early answer, because closing on a client that sends would
+    cost it the answer; but only so much of it, and for so long.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -48,21 +55,52 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "0")
-        too_large = declared.isdecimal() and int(declared) > self.max_bytes
-        received = 0
+        body = _Body(Headers(scope=scope), receive)
 
         async def bounded_receive() -> Message:
-            nonlocal received
-            if too_large:
+            if body.declared > self.max_bytes:
                 raise self._refusal()
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self.max_bytes:
+            message = await body.receive()
+            if body.received > self.max_bytes:
                 raise self._refusal()
             return message
 
-        await self.app(scope, bounded_receive, send)
+        async def send_after_body(message: Message) -> None:
+            if message["type"] == "http.response.start" and not await body.drained():
+                MutableHeaders(scope=message)["Connection"] = "close"
+            await send(message)
+
+        await self.app(scope, bounded_receive, send_after_body)
 
     def _refusal(self) -> HTTPException:
         return HTTPException(413, f"the request body is larger than the limit of {self.max_bytes} bytes")
+
+
+class _Body:
+    """How much of a request's body has come."""
+
+    def __init__(self, headers: Headers, receive: Receive) -> None:
+        declared = headers.get("content-length", "0")
+        self.declared = int(declared) if declared.isdecimal() else 0
+        self.received = 0
+        self._receive = receive
+        self._complete = self.declared == 0 and "transfer-encoding" not in headers
+        self._announced = "expect" in headers  # the client waits for a word before it sends: refuse without one
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self.received += len(message.get("body", b""))
+        self._complete = self._complete or not message.get("more_body", False)
+        return message
+
+    async def drained(self) -> bool:
+        """Whether all of it has come, after reading on for a while; the rest is dropped."""
+        if not self._complete and self._announced and not self.received:
+            return False
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while not self._complete and self.received < DRAIN_BYTES:
+                    await self.receive()
+        except TimeoutError:
+            return False
+        return self._complete
