@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sgl_omni.serve")
 
+SECONDS = click.FloatRange(0, 1e6, min_open=True)
+
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.option(
@@ -50,10 +52,30 @@ log = logging.getLogger("sgl_omni.serve")
     show_default=True,
     help="On the CPU platform, the memory of each virtual GPU.",
 )
-@click.option("--max-in-flight", default=256, show_default=True, help="Requests admitted at once; more get a 503.")
-@click.option("--request-timeout", default=600.0, show_default=True, help="Seconds until a request is aborted.")
-@click.option("--startup-timeout", default=600.0, show_default=True, help="Seconds that a wave of processes may take.")
-@click.option("--drain-timeout", default=30.0, show_default=True, help="Seconds that requests get to end at shutdown.")
+@click.option(
+    "--max-in-flight",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Requests admitted at once; more get a 503.",
+)
+@click.option(
+    "--request-timeout", type=SECONDS, default=600.0, show_default=True, help="Seconds until a request is aborted."
+)
+@click.option(
+    "--startup-timeout",
+    type=SECONDS,
+    default=600.0,
+    show_default=True,
+    help="Seconds that a wave of processes may take.",
+)
+@click.option(
+    "--drain-timeout",
+    type=click.FloatRange(0, 1e6),
+    default=30.0,
+    show_default=True,
+    help="Seconds that requests get to end at shutdown.",
+)
 @click.pass_context
 def command(
     ctx: click.Context,
