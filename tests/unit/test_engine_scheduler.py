@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_omni.engine.engine import AutoregressiveEngine
+from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.kv_cache import PagePool
-from sgl_omni.engine.request import Chunk, Prompt, Request
+from sgl_omni.engine.request import Chunk, Prompt, Request, Segment
 from sgl_omni.engine.scheduler import Limits, Scheduler
 from sgl_omni.engine.task import InputSpec, TokenTask
 from sgl_omni.errors import InvalidRequest, StartupError
@@ -307,7 +309,7 @@ def test_shared_prompts_are_computed_once_and_forgotten_when_room_is_needed() ->
 def test_a_request_larger_than_the_pool_is_refused_at_once_and_alone() -> None:
     bench = Bench(pages=4, page_size=4)
     bench.add("fits exactly", [1] * 10, 7)
-    with pytest.raises(InvalidRequest, match="need 17 positions; the KV pool has 16"):
+    with pytest.raises(InvalidRequest, match="need up to 17 positions; the KV pool has 16"):
         bench.add("too large", [1] * 10, 8)
     with pytest.raises(InvalidRequest, match="is here already"):
         bench.add("fits exactly", [1], 1)
@@ -319,8 +321,56 @@ def test_a_request_larger_than_the_pool_is_refused_at_once_and_alone() -> None:
 def test_a_request_longer_than_the_model_can_attend_over_is_refused() -> None:
     bench = Bench(pages=100, page_size=1, max_positions=20)
     bench.add("fits", [1] * 10, 11)
-    with pytest.raises(InvalidRequest, match="exceed the model's 20 positions"):
+    with pytest.raises(InvalidRequest, match="need up to 21 positions; the model has 20"):
         bench.add("too long", [1] * 10, 12)
+
+
+class Recited(TokenTask):
+    """Prompts that are parted by a 12 are one request's sequences, one after another."""
+
+    def parse(self, request_id: str, payload: Payload) -> Request:
+        ids = payload["prompt_ids"]
+        cuts = [-1, *(i for i, token in enumerate(ids) if token == 12), len(ids)]
+        first, *rest = [
+            super(Recited, self).parse(request_id, {**payload, "prompt_ids": ids[a + 1 : b]}) for a, b in pairwise(cuts)
+        ]
+        first.followers.extend(Segment(one.prompt, one.max_outputs) for one in rest)
+        first.task = first.task, []
+        return first
+
+    def take(self, request: Request, row: list[int]) -> bool:
+        request.outputs.append(row)
+        request.task[1].append(row[0])
+        return row[0] == STOP or request.is_at_limit
+
+    def chunk(self, request: Request) -> None:
+        return None
+
+    def result(self, request: Request) -> Payload:
+        return {"token_ids": request.task[1]}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=12), min_size=1, max_size=4), max_size=8
+    ),
+    most=st.integers(1, 9),
+    page_size=st.sampled_from([1, 3, 32]),
+    chunk=st.integers(1, 12),
+)
+def test_sequences_of_a_request_follow_one_another_each_from_an_empty_context(
+    requests: list[list[list[int]]], most: int, page_size: int, chunk: int
+) -> None:
+    bench = Bench(-(-20 // page_size) + 3, page_size, prefill_tokens=chunk)
+    task = Recited(InputSpec(vocab_sizes=(VOCABULARY,), hidden_size=1), eos_ids=[STOP])
+    bench.engine = AutoregressiveEngine(task, bench.runner, bench.pool, Limits(prefill_tokens=chunk))
+    for i, pieces in enumerate(requests):
+        bench.add(str(i), [token for piece in pieces for token in [12, *piece]][1:], most)
+    bench.finish()
+    for i, pieces in enumerate(requests):
+        assert bench.results[str(i)] == [token for piece in pieces for token in solo(piece, most)]
+    bench.assert_empty()
 
 
 def test_limits_must_let_something_run() -> None:

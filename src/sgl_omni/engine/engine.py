@@ -103,10 +103,13 @@ class AutoregressiveEngine:
         }
 
     def _take(self, request: Request, row: list[int]) -> EngineOutput | None:
-        self._task.take(request, row)
+        ended = self._task.take(request, row)
         self._generated += 1
         chunk = self._task.chunk(request)
-        if not request.is_finished:
-            return None if chunk is None else EngineOutput(request.id, chunks=[chunk])
-        self._scheduler.remove(request.id)
-        return EngineOutput(request.id, chunks=[] if chunk is None else [chunk], result=self._task.result(request))
+        chunks = [] if chunk is None else [chunk]
+        if ended and not request.followers:
+            self._scheduler.remove(request.id)
+            return EngineOutput(request.id, chunks=chunks, result=self._task.result(request))
+        if ended:
+            self._scheduler.follow(request)
+        return EngineOutput(request.id, chunks=chunks) if chunks else None

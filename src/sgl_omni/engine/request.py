@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -96,12 +97,26 @@ class Prompt:
         return keys
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """What a request goes on with when the sequence before it has ended: the next piece of a text, say."""
+
+    prompt: Prompt
+    max_outputs: int
+
+    @property
+    def longest(self) -> int:
+        """Rows that the cache holds at the very end; the last output never enters it."""
+        return len(self.prompt) + self.max_outputs - 1
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request and its progress. The scheduler owns ``pages`` and ``computed``, the engine ``outputs``.
+    """A request and its progress. The scheduler owns ``pages`` and ``computed``, the task ``outputs``.
 
     A sequence is the prompt's rows, then one row an output. ``computed`` counts those whose keys and values are in
-    the cache. ``task`` is state that belongs to the model's own code.
+    the cache. ``task`` is state that belongs to the model's own code. ``followers`` are the sequences that come
+    after this one, each from an empty context; ``drawn`` counts the outputs of those that have ended.
     """
 
     id: str
@@ -109,6 +124,8 @@ class Request:
     max_outputs: int
     sampling: Sampling = Sampling()
     task: Any = None
+    followers: deque[Segment] = field(default_factory=deque[Segment])
+    drawn: int = 0
     arrival: int = -1
     outputs: list[list[int]] = field(default_factory=list[list[int]])
     finish_reason: str | None = None
@@ -132,8 +149,15 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """Rows that the cache holds at the very end; the last output never enters it."""
-        return self.prompt_length + self.max_outputs - 1
+        """Rows that the cache holds at the very end of the longest sequence; the last output never enters it."""
+        current = self.prompt_length + self.max_outputs - 1
+        return max(current, *(s.longest for s in self.followers)) if self.followers else current
+
+    @property
+    def end_position(self) -> int:
+        """One above the highest position that a row of any sequence can have."""
+        segments = [Segment(self.prompt, self.max_outputs), *self.followers]
+        return max(s.prompt.end_position + s.max_outputs - 1 for s in segments)
 
     @property
     def uncomputed(self) -> int:
@@ -144,9 +168,17 @@ class Request:
         """Whether only the last output is still to be run."""
         return self.computed >= self.prompt_length and self.uncomputed == 1
 
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None
+    def follow(self) -> None:
+        """Leaves the sequence that has ended for the next one."""
+        following = self.followers.popleft()
+        self.prompt, self.max_outputs, self.prompt_length = (
+            following.prompt,
+            following.max_outputs,
+            len(following.prompt),
+        )
+        self.drawn += len(self.outputs)
+        self.outputs = []
+        self.sent = self.computed = 0
 
     @property
     def is_at_limit(self) -> bool:

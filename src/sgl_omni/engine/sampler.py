@@ -36,7 +36,7 @@ class SamplingBatch:
         rows = [i for i, request in enumerate(requests) if not request.sampling.is_greedy]
         options = [requests[i].sampling for i in rows]
         seeds = torch.tensor([option.seed & 0x7FFFFFFFFFFFFFFF for option in options], dtype=torch.int64)
-        steps = torch.tensor([len(requests[i].outputs) for i in rows], dtype=torch.int64)
+        steps = torch.tensor([requests[i].drawn + len(requests[i].outputs) for i in rows], dtype=torch.int64)
         return cls(
             random=torch.tensor(rows, dtype=torch.int64).to(device),
             temperature=torch.tensor([option.temperature for option in options]).to(device),

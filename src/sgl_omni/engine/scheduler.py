@@ -69,21 +69,19 @@ class Scheduler:
             raise InvalidRequest(f"request {request.id!r} is here already", param="request_id")
         if request.longest > self._pool.capacity:
             raise InvalidRequest(
-                f"the prompt of {request.prompt_length} and up to {request.max_outputs} outputs need "
-                f"{request.longest} positions; the KV pool has {self._pool.capacity}",
+                f"the prompt and its outputs need up to {request.longest} positions; the KV pool has "
+                f"{self._pool.capacity}",
                 param="max_new_tokens",
             )
         limit = self._limits.max_positions
-        if limit is not None and request.prompt.end_position + request.max_outputs - 1 > limit:
+        if limit is not None and request.end_position > limit:
             raise InvalidRequest(
-                f"the prompt of {request.prompt_length} and up to {request.max_outputs} outputs exceed the model's "
-                f"{limit} positions",
+                f"the prompt and its outputs need up to {request.end_position} positions; the model has {limit}",
                 param="max_new_tokens",
             )
         request.arrival = self._arrivals
         self._arrivals += 1
-        if self._limits.reuse_prefixes:
-            request.page_keys = request.prompt.page_keys(self._pool.page_size)
+        self._find_keys(request)
         self._by_id[request.id] = request
         self._waiting.append(request)
 
@@ -97,6 +95,14 @@ class Scheduler:
             self._release(request)
         else:
             self._waiting.remove(request)
+
+    def follow(self, request: Request) -> None:
+        """Begins the next sequence of a running request, which keeps its turn."""
+        self._release(request)
+        request.follow()
+        self._find_keys(request)
+        # One page at least is what it has just given back; the next step finds the rest, as for any row.
+        request.pages = self._pool.allocate(min(self._pool.pages_for(request.length), self._pool.available))
 
     def schedule(self) -> list[Chunk]:
         """The rows of the next step: one for each decoding request, then prompts as far as the budget goes."""
@@ -123,6 +129,10 @@ class Scheduler:
             for page in whole:
                 self._pool.remember(request.pages[page], request.page_keys[page])
             request.computed = chunk.stop
+
+    def _find_keys(self, request: Request) -> None:
+        if self._limits.reuse_prefixes:
+            request.page_keys = request.prompt.page_keys(self._pool.page_size)
 
     def _take_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
         most = self._limits.prefill_tokens if self._limits.fixed_chunks else budget

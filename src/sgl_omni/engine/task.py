@@ -26,8 +26,8 @@ class Task(ABC):
         """Raises ``InvalidRequest`` for input that this model can never serve."""
 
     @abstractmethod
-    def take(self, request: Request, row: list[int]) -> None:
-        """Appends the row that was chosen, as the model is to see it, and ends the request where it ends."""
+    def take(self, request: Request, row: list[int]) -> bool:
+        """Appends the row that was chosen, as the model is to see it; true where the sequence ends with it."""
 
     def chunk(self, request: Request) -> Payload | None:
         """What can be handed on now and has not been."""
@@ -147,12 +147,13 @@ class TokenTask(Task):
             ),
         )
 
-    def take(self, request: Request, row: list[int]) -> None:
+    def take(self, request: Request, row: list[int]) -> bool:
         request.outputs.append(row)
         if row[0] in request.task.stop_ids:
             request.finish_reason = "stop"
         elif request.is_at_limit:
             request.finish_reason = "length"
+        return request.finish_reason is not None
 
     def chunk(self, request: Request) -> Payload | None:
         if not request.task.stream:
@@ -196,7 +197,7 @@ class FrameTask(Task):
             task=_Audio(frames),
         )
 
-    def take(self, request: Request, row: list[int]) -> None:
+    def take(self, request: Request, row: list[int]) -> bool:
         audio: _Audio = request.task
         step = len(request.outputs)
         if audio.end is None and (row[0] == self._pattern.eos_id or step >= audio.limit):
@@ -207,6 +208,7 @@ class FrameTask(Task):
         audio.cut = audio.cut or (audio.end is None and request.is_at_limit)
         if request.is_at_limit or (audio.end is not None and step + 1 >= audio.end + self._pattern.longest):
             request.finish_reason = "length" if audio.cut else "stop"
+        return request.finish_reason is not None
 
     def chunk(self, request: Request) -> Payload | None:
         known = self._pattern.known_frames(len(request.outputs), request.task.end)
