@@ -126,6 +126,19 @@ async def test_routing_to_one_of_several_cuts_the_rest_for_fan_in_and_results(st
     await assert_empty(pipeline)
 
 
+async def test_a_stream_into_a_branch_that_is_not_taken_is_forgotten(start: Start) -> None:
+    pipeline = await start(
+        plan_of(
+            stage("a", "stream_source", next=["b", "c"], stream_to=["b", "c"], route_fn="route_by_payload"),
+            stage("b", "squares", terminal=True),
+            stage("c", "squares", terminal=True),
+        )
+    )
+    for _ in range(5):
+        assert (await pipeline.submit({"to": "b", "count": 3}).result())["b"]["count_seen"] == 3
+    await assert_empty(pipeline)
+
+
 async def test_wanted_outputs_alone_are_visited(start: Start) -> None:
     pipeline = await start(
         plan_of(

@@ -261,13 +261,16 @@ class Coordinator:
         """Ends a request with an error and frees it in every instance that may hold state for it."""
         if request.done:
             return
+        self._forget_everywhere(request)
+        request.error = error
+        request.chunks.clear()
+        self._close(request, outcome)
+
+    def _forget_everywhere(self, request: _InFlight) -> None:
         for name in request.instances:
             channel = self._channels.get(name)
             if channel is not None:
                 channel.send(Abort(request.header.request_id))
-        request.error = error
-        request.chunks.clear()
-        self._close(request, outcome)
 
     def abort_all(self, reason: str) -> None:
         for request in list(self._requests.values()):
@@ -340,6 +343,8 @@ class Coordinator:
             request.cuts = tuple(dict.fromkeys((*request.cuts, *message.header.cuts)))
             request.expected &= set(self.wiring.outputs_in(request.cuts))
         if request.expected <= request.results.keys():
+            if request.cuts != request.header.cuts:
+                self._forget_everywhere(request)  # a branch not taken may hold a stream that was begun
             self._close(request, "ok")
 
     def acknowledge(self, request: _InFlight, stage: str, channel: Channel) -> None:
