@@ -7,9 +7,8 @@ A backend for a device is one more class with the methods of ``AttentionBackend`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +17,7 @@ from torch import Tensor
 from sgl_omni.engine.kv_cache import KVCache
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSpan:
+class AttentionSpan(NamedTuple):
     """Rows ``start`` to ``stop`` of one sequence, which lies in ``pages``."""
 
     start: int
@@ -49,18 +47,19 @@ class AttentionBackend(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    span: AttentionSpan
-    pages: Tensor
-    views: tuple[Tensor, ...] | None
-    """Of pages that lie side by side there is no need for a copy."""
+class _Sequence(NamedTuple):
+    length: int
+    """Rows that run."""
+    stop: int
+    pages: Tensor | None
+    views: tuple[Tensor, ...]
+    """Of pages that lie side by side there is no need for a copy: keys and values of each layer in turn."""
 
     def keys_and_values(self, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
         """Each [1, kv_heads, stop, head_dim]."""
-        if self.views is not None:
-            return self.views[2 * layer].unsqueeze(0), self.views[2 * layer + 1].unsqueeze(0)
-        k, v = cache.read(layer, self.pages, self.span.stop)
+        if self.pages is None:
+            return self.views[2 * layer], self.views[2 * layer + 1]
+        k, v = cache.read(layer, self.pages, self.stop)
         return k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
 
@@ -86,14 +85,21 @@ class TorchAttention:
     ) -> Tensor:
         rows = slots.shape[0]
         cache.write(layer, slots, k[:rows], v[:rows])
-        queries = q[:rows].split([s.span.length for s in sequences])
-        attended = [
-            _attend_one(query, *sequence.keys_and_values(cache, layer), window)
-            for query, sequence in zip(queries, sequences, strict=True)
-        ]
-        if rows < q.shape[0]:
-            attended.append(torch.zeros_like(q[rows:]))
-        return torch.cat(attended) if len(attended) > 1 else attended[0]
+        idle = q.shape[0] - rows
+        pairs = [sequence.keys_and_values(cache, layer) for sequence in sequences]
+        if rows == len(sequences):
+            if window is not None:
+                pairs = [(keys[:, :, -window:], values[:, :, -window:]) for keys, values in pairs]
+            # The heads that share keys are as good as queries of one sequence that all see everything.
+            grouped = q.view(q.shape[0], 1, k.shape[1], -1, q.shape[2])
+            attended = [
+                F.scaled_dot_product_attention(query, keys, values)
+                for query, (keys, values) in zip(grouped.unbind(), pairs, strict=False)
+            ]
+            return torch.cat([*attended, torch.zeros_like(grouped[rows:, 0])] if idle else attended).flatten(1, 2)
+        queries = q[:rows].split([sequence.length for sequence in sequences])
+        attended = [_attend_prompt(query, *pair, window) for query, pair in zip(queries, pairs, strict=True)]
+        return torch.cat([*attended, torch.zeros_like(q[rows:])] if idle else attended)
 
 
 def _slots(span: AttentionSpan, page_size: int) -> list[int]:
@@ -107,23 +113,18 @@ def _sequence(cache: KVCache, span: AttentionSpan) -> _Sequence:
     pages = span.pages[: -(-span.stop // cache.page_size)]
     first = pages[0]
     if all(page == first + i for i, page in enumerate(pages)):
-        return _Sequence(span, torch.empty(0), cache.view(first, span.stop))
-    return _Sequence(span, torch.tensor(pages, device=cache.device), None)
+        return _Sequence(span.length, span.stop, None, cache.view(first, span.stop))
+    return _Sequence(span.length, span.stop, torch.tensor(pages, device=cache.device), ())
 
 
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """q [n, heads, head_dim], the last n positions of k and v [1, kv_heads, length, head_dim] -> as q."""
-    n, heads, head_dim = q.shape
-    length, kv_heads = k.shape[2], k.shape[1]
-    if n == 1:
-        # The heads that share keys are as good as queries of one sequence that all see everything.
-        start = 0 if window is None else max(0, length - window)
-        grouped = q.view(1, kv_heads, heads // kv_heads, head_dim)
-        return F.scaled_dot_product_attention(grouped, k[:, :, start:], v[:, :, start:]).view(1, heads, head_dim)
+    n, length = q.shape[0], k.shape[2]
     plain = n == length and (window is None or window >= length)
     mask = None if plain else _mask(n, length, window, q.device)
     heads_first = q.transpose(0, 1).unsqueeze(0)
-    attended = F.scaled_dot_product_attention(heads_first, k, v, mask, is_causal=plain, enable_gqa=heads != kv_heads)
+    grouped = q.shape[1] != k.shape[1]
+    attended = F.scaled_dot_product_attention(heads_first, k, v, mask, is_causal=plain, enable_gqa=grouped)
     return attended[0].transpose(0, 1)
 
 

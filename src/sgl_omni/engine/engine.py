@@ -81,7 +81,7 @@ class AutoregressiveEngine:
         self._scheduler.add(self._task.parse(request_id, payload))
 
     def abort(self, request_id: str) -> None:
-        self._scheduler.remove(request_id)
+        self._scheduler.abort(request_id)
 
     def step(self) -> Sequence[EngineOutput]:
         chunks = self._scheduler.schedule()
@@ -108,7 +108,7 @@ class AutoregressiveEngine:
         chunk = self._task.chunk(request)
         chunks = [] if chunk is None else [chunk]
         if ended and not request.followers:
-            self._scheduler.remove(request.id)
+            self._scheduler.remove(request)
             return EngineOutput(request.id, chunks=chunks, result=self._task.result(request))
         if ended:
             self._scheduler.follow(request)

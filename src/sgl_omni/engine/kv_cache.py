@@ -168,8 +168,8 @@ class KVCache:
     def view(self, first_page: int, length: int) -> tuple[Tensor, ...]:
         """Positions 0 to ``length`` of pages that lie side by side, without a copy.
 
-        Views [kv_heads, length, head_dim]: keys and values of layer 0, of layer 1, ...
+        Views [1, kv_heads, length, head_dim]: keys and values of layer 0, of layer 1, ...
         """
         start = first_page * self.page_size
         run = self._pages.flatten(2, 3)[:, :, start : start + length]
-        return run.transpose(2, 3).flatten(0, 1).unbind(0)
+        return run.transpose(2, 3).unsqueeze(2).flatten(0, 1).unbind(0)

@@ -68,6 +68,9 @@ class StepModel(ABC):
 
 def embed_rows(model: StepModel, chunks: Sequence[Chunk]) -> Tensor:
     """Embeds the ids of prompts and outputs in one go, and puts embeddings that were given in their places."""
+    if all(chunk.is_decode for chunk in chunks):
+        last = [chunk.request.outputs[chunk.start - chunk.request.prompt_length] for chunk in chunks]
+        return model.embed_ids(torch.tensor(last, device=model.device))
     ids: list[Tensor] = []
     given: list[tuple[int, Tensor]] = []
     row = 0

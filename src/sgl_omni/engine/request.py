@@ -7,7 +7,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -185,8 +185,7 @@ class Request:
         return len(self.outputs) >= self.max_outputs
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Rows ``start`` to ``stop`` of a request, run in one step."""
 
     request: Request

@@ -46,18 +46,12 @@ class ModelRunner:
     def run(self, chunks: Sequence[Chunk]) -> list[list[int] | None]:
         if self._group_rows is None:
             return self._forward(chunks, sum(chunk.length for chunk in chunks))
-        results: dict[Chunk, list[int] | None] = {}
-        for group, width in self._groups(chunks, self._group_rows):
-            results.update(zip(group, self._forward(group, width), strict=True))
-        return [results[chunk] for chunk in chunks]
-
-    def _groups(self, chunks: Sequence[Chunk], rows: int) -> Iterator[tuple[list[Chunk], int]]:
-        decodes = [chunk for chunk in chunks if chunk.is_decode]
-        for start in range(0, len(decodes), rows):
-            yield decodes[start : start + rows], rows
-        for chunk in chunks:
-            if not chunk.is_decode:
-                yield [chunk], chunk.length
+        results: list[list[int] | None] = [None] * len(chunks)
+        for group, width in _groups(chunks, self._group_rows):
+            rows = self._forward([chunks[i] for i in group], width)
+            for i, row in zip(group, rows, strict=True):
+                results[i] = row
+        return results
 
     def _forward(self, chunks: Sequence[Chunk], width: int) -> list[list[int] | None]:
         """One pass over ``width`` rows, those beyond the chunks' own being padding."""
@@ -98,6 +92,16 @@ class ModelRunner:
         parts = [_positions(chunk, self._model.axes) for chunk in chunks]
         parts.append(torch.zeros(self._model.axes, padding, dtype=torch.int64))
         return torch.cat(parts, 1).to(self._cache.device)
+
+
+def _groups(chunks: Sequence[Chunk], rows: int) -> Iterator[tuple[Sequence[int], int]]:
+    """Chunks that run together, by their index, and the rows of that pass."""
+    decodes = [i for i, chunk in enumerate(chunks) if chunk.is_decode]
+    for start in range(0, len(decodes), rows):
+        yield decodes[start : start + rows], rows
+    for i, chunk in enumerate(chunks):
+        if not chunk.is_decode:
+            yield [i], chunk.length
 
 
 def _ends(chunks: Sequence[Chunk]) -> dict[int, int]:

@@ -43,7 +43,6 @@ class Scheduler:
     def __init__(self, pool: PagePool, limits: Limits) -> None:
         self._pool = pool
         self._limits = limits
-        self._by_id: dict[str, Request] = {}
         # Both in order of arrival, and every running request came before every waiting one.
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
@@ -53,7 +52,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._by_id)
+        return bool(self._running or self._waiting)
 
     @property
     def running(self) -> Sequence[Request]:
@@ -65,8 +64,6 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises ``InvalidRequest`` for one that can never be served."""
-        if request.id in self._by_id:
-            raise InvalidRequest(f"request {request.id!r} is here already", param="request_id")
         if request.longest > self._pool.capacity:
             raise InvalidRequest(
                 f"the prompt and its outputs need up to {request.longest} positions; the KV pool has "
@@ -82,14 +79,15 @@ class Scheduler:
         request.arrival = self._arrivals
         self._arrivals += 1
         self._find_keys(request)
-        self._by_id[request.id] = request
         self._waiting.append(request)
 
-    def remove(self, request_id: str) -> None:
-        """Frees all that a request holds: it has finished or is aborted. Unknown ids are ignored."""
-        request = self._by_id.pop(request_id, None)
-        if request is None:
-            return
+    def abort(self, request_id: str) -> None:
+        """Frees all that requests of this id hold. Unknown ids are ignored."""
+        for request in [r for r in (*self._running, *self._waiting) if r.id == request_id]:
+            self.remove(request)
+
+    def remove(self, request: Request) -> None:
+        """Frees all that a request holds: it has finished, or is aborted."""
         if request.pages:
             self._running.remove(request)
             self._release(request)
