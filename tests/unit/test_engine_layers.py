@@ -327,4 +327,5 @@ def test_a_draw_depends_on_seed_and_output_index_alone() -> None:
 def test_ids_of_minus_infinity_are_never_drawn() -> None:
     logits = torch.full((300, 6), -math.inf)
     logits[:, [1, 4]] = torch.tensor([0.0, -3.0])
-    assert set(drawn(logits, [Sampling(temperature=3.0, seed=seed) for seed in range(300)])) == {1, 4}
+    for temperature in (3.0, 1e300):
+        assert set(drawn(logits, [Sampling(temperature=temperature, seed=seed) for seed in range(300)])) == {1, 4}

@@ -91,6 +91,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "several columns for a model of one": ({"prompt_ids": [[1, 2]]}, r"\[length, 1\]"),
     "NaN temperature": ({"prompt_ids": [1], "temperature": math.nan}, "temperature must be 0 or more"),
     "infinite temperature": ({"prompt_ids": [1], "temperature": math.inf}, "temperature must be 0 or more"),
+    "temperature beyond any number": ({"prompt_ids": [1], "temperature": 10**400}, "too large"),
+    "id beyond any number": ({"prompt_ids": [2**64]}, "whole numbers"),
     "negative temperature": ({"prompt_ids": [1], "temperature": -1.0}, "temperature must be 0 or more"),
     "negative length": ({"prompt_ids": [1], "max_new_tokens": -5}, "at least one output"),
     "length of zero": ({"prompt_ids": [1], "max_new_tokens": 0}, "at least one output"),
@@ -213,6 +215,19 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch(seed: int) -> None:
     assert engine.stats()["retractions"] > 0
     assert results["among others"][1]["token_ids"] == alone
     assert len({tuple(result["token_ids"]) for _, result in results.values()}) > 4
+
+
+def test_extreme_options_disturb_nobody() -> None:
+    engine = token_engine()
+    engine.add("good", {"prompt_ids": [1, 2, 3], "max_new_tokens": 5})
+    alone = run(engine)["good"][1]
+    extreme = {"top_k": 10**30, "seed": -(10**30), "top_p": 1e-300}
+    for i, temperature in enumerate([1e-300, 1e300]):
+        engine.add(str(i), {"prompt_ids": [1], "max_new_tokens": 5, "temperature": temperature, **extreme})
+    engine.add("good", {"prompt_ids": [1, 2, 3], "max_new_tokens": 5})
+    results = run(engine)
+    assert results["good"][1] == alone
+    assert len(results) == 3
 
 
 def test_without_a_seed_two_requests_differ() -> None:

@@ -40,7 +40,7 @@ class SamplingBatch:
         return cls(
             random=torch.tensor(rows, dtype=torch.int64).to(device),
             temperature=torch.tensor([option.temperature for option in options]).to(device),
-            top_k=torch.tensor([option.top_k for option in options], dtype=torch.int64).to(device),
+            top_k=torch.tensor([min(option.top_k, _MASK) for option in options], dtype=torch.int64).to(device),
             top_p=torch.tensor([option.top_p for option in options]).to(device),
             keys=_mix(_mix(_mix(seeds) ^ (seeds >> 32)) ^ steps).to(device),
         )
@@ -56,7 +56,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Gumbel noise on the logits that top-k and top-p leave; the largest wins."""
-    scaled = logits / batch.temperature.clamp(min=1e-5)[:, None, None]
+    scaled = logits / batch.temperature.clamp(1e-5, 1e5)[:, None, None]
     # Stable: of equal logits the lower id goes first, whatever else is in the batch.
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[-1], device=logits.device)

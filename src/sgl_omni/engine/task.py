@@ -105,7 +105,10 @@ def number(payload: Payload, key: str, default: float) -> float:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidRequest(f"{key} must be a number, not {value!r}", param=key)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise InvalidRequest(f"{key} is too large a number", param=key) from error
 
 
 def whole_number(payload: Payload, key: str, default: int) -> int:
