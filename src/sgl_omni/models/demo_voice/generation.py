@@ -1,14 +1,19 @@
-"""One request inside the engine: its pieces, the delay pattern of the piece in progress, and its limits."""
+"""A request inside the engine: its pieces, the codes that are handed on, and its limits."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
-from sgl_omni.engine.interface import EngineOutput, Payload
+from sgl_omni.engine.delay import DelayPattern
+from sgl_omni.engine.interface import Payload
+from sgl_omni.engine.request import Prompt, Request, Segment
+from sgl_omni.engine.task import Task
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.demo_voice.chunking import ready_chunks
 from sgl_omni.models.demo_voice.model import prompt_rows
@@ -79,114 +84,95 @@ class SpeechRequest:
 
 
 @dataclass(slots=True)
-class _Piece:
-    """Audio rows of the piece in progress: column k of row s is codebook k of frame s - k."""
+class Speech:
+    """A request's state in the engine: what all its pieces have in common, and the piece in progress.
 
+    ``end`` is the number of frames of the piece, once known; ``cut``: a limit put an end somewhere, not the model.
+    """
+
+    request: SpeechRequest
+    sampler: Sampler | None
     frame_limit: int
-    rows: list[list[int]] = field(default_factory=list[list[int]])
     end: int | None = None
     cut: bool = False
-
-    def append(self, row: list[int], spec: VoiceSpec) -> None:
-        """Takes the sampled row; writes the delay pattern's own ids where it has no code."""
-        step = len(self.rows)
-        if self.end is None and (row[0] == spec.eos_id or step >= self.frame_limit):
-            self.cut = row[0] != spec.eos_id
-            self.end = step
-        for column in range(spec.num_codebooks):
-            before = step < column
-            after = self.end is not None and step >= self.end + column
-            if before or after:
-                row[column] = spec.eos_id if column == 0 and step == self.end else spec.pad_id
-        self.rows.append(row)
-
-    def complete_frames(self, delay: int) -> int:
-        """Frames whose every codebook is known; ``delay`` rows separate the first codebook from the last."""
-        known = max(0, len(self.rows) - delay)
-        return known if self.end is None else min(known, self.end)
-
-    def finished(self, delay: int) -> bool:
-        return self.end is not None and len(self.rows) >= self.end + delay
-
-    def codes(self, start: int, stop: int, columns: int) -> np.ndarray:
-        """Codes [stop - start, columns] of complete frames."""
-        frames = [[self.rows[f + k][k] for k in range(columns)] for f in range(start, stop)]
-        return np.asarray(frames, dtype=np.int16).reshape(-1, columns)
+    ended: bool = False
+    sent: int = 0
+    chunk_start: int = 0
+    input_tokens: int = 0
+    frames: int = 0
 
 
-class Generation:
-    """A request that holds a cache row."""
+class SpeechTask(Task):
+    """The host side of the demo voice: pieces of text to prompts, rows to codes for the vocoder.
 
-    def __init__(self, request: SpeechRequest, row: int, spec: VoiceSpec, right_context: int) -> None:
-        self.request = request
-        self.row = row
-        self.sampler = request.sampler()
-        self.position = 0
-        self.finished = False
+    A request speaks its pieces one after another, each from its own prompt.
+    """
+
+    def __init__(self, spec: VoiceSpec, right_context: int) -> None:
+        """``right_context`` is the vocoder's: codes are handed on when its next chunk can be decoded."""
         self._spec = spec
-        self._delay = spec.num_codebooks - 1
         self._right_context = right_context
-        self._next_piece = 0
-        self._frames = 0
-        self._input_tokens = 0
-        self._cut = False
-        self._piece: _Piece | None = None
-        self._sent = 0
-        self._chunk_start = 0
+        self._pattern = DelayPattern.staircase(spec.num_codebooks, spec.eos_id, spec.pad_id)
 
-    @property
-    def needs_prefill(self) -> bool:
-        return self._piece is None
-
-    @property
-    def next_ids(self) -> list[int]:
-        assert self._piece is not None
-        return self._piece.rows[-1]
-
-    def begin_piece(self) -> list[list[int]]:
-        """Starts the next piece; returns the rows of its prompt, to be run before ``take``."""
-        prompt = prompt_rows(self.request.pieces[self._next_piece], self.request.voice, self._spec)
-        self._piece = _Piece(min(self._spec.max_frames, self.request.max_frames - self._frames))
-        self._next_piece += 1
-        self._input_tokens += len(prompt)
-        self.position = len(prompt)
-        self._sent = self._chunk_start = 0
-        return prompt
-
-    def take(self, row: list[int]) -> EngineOutput | None:
-        """Takes the ids that the last step chose; returns what can be handed on, if anything."""
-        piece, columns = self._piece, self._spec.num_codebooks
-        assert piece is not None
-        piece.append(row, self._spec)
-        frames, ended = piece.complete_frames(self._delay), piece.finished(self._delay)
-        ready = ready_chunks(self._chunk_start, frames, self._right_context, ended)
-        if not ready and not ended:
-            return None
-        codes = piece.codes(self._sent, frames, columns)
-        self._sent = frames
-        self._chunk_start = ready[-1][1] if ready else self._chunk_start
-        output = EngineOutput(
-            self.request.id, chunks=[{"codes": codes, "piece_end": ended, "speed": self.request.speed}]
+    def parse(self, request_id: str, payload: Payload) -> Request:
+        request = SpeechRequest.parse(request_id, payload, self._spec)
+        limit = min(self._spec.max_frames, request.max_frames)
+        prompts = [Prompt(torch.tensor(prompt_rows(piece, request.voice, self._spec))) for piece in request.pieces]
+        return Request(
+            request_id,
+            prompts[0],
+            max_outputs=limit + self._pattern.longest,
+            followers=deque(Segment(prompt, limit + self._pattern.longest) for prompt in prompts[1:]),
+            task=Speech(request, request.sampler(), limit),
         )
-        if ended:
-            self._end_piece(piece)
-        if self.finished:
-            output.result = self._result()
-        return output
 
-    def _end_piece(self, piece: _Piece) -> None:
-        assert piece.end is not None
-        self._frames += piece.end
-        self._cut = self._cut or piece.cut
-        self._piece = None
-        out_of_pieces = self._next_piece == len(self.request.pieces)
-        out_of_frames = self._frames >= self.request.max_frames
-        self._cut = self._cut or (out_of_frames and not out_of_pieces)
-        self.finished = out_of_pieces or out_of_frames
+    def take(self, request: Request, row: list[int]) -> bool:
+        speech: Speech = request.task
+        if speech.ended:
+            self._begin_piece(speech)
+        step = len(request.outputs)
+        if speech.end is None and (row[0] == self._spec.eos_id or step >= speech.frame_limit):
+            speech.cut = speech.cut or row[0] != self._spec.eos_id
+            speech.end = step
+        self._pattern.fill(row, step, speech.end)
+        request.outputs.append(row)
+        speech.ended = speech.end is not None and step + 1 >= speech.end + self._pattern.longest
+        if speech.ended:
+            self._end_piece(request, speech)
+        return speech.ended
 
-    def _result(self) -> Payload:
+    def chunk(self, request: Request) -> Payload | None:
+        speech: Speech = request.task
+        frames = self._pattern.known_frames(len(request.outputs), speech.end)
+        ready = ready_chunks(speech.chunk_start, frames, self._right_context, speech.ended)
+        if not ready and not speech.ended:
+            return None
+        codes = self._pattern.frames(request.outputs, speech.sent, frames)
+        speech.sent = frames
+        speech.chunk_start = ready[-1][1] if ready else speech.chunk_start
         return {
-            "finish_reason": "length" if self._cut else "stop",
-            "input_tokens": self._input_tokens,
-            "output_tokens": self._frames,
+            "codes": np.asarray(codes, dtype=np.int16).reshape(-1, self._spec.num_codebooks),
+            "piece_end": speech.ended,
+            "speed": speech.request.speed,
         }
+
+    def result(self, request: Request) -> Payload:
+        speech: Speech = request.task
+        return {
+            "finish_reason": "length" if speech.cut else "stop",
+            "input_tokens": speech.input_tokens,
+            "output_tokens": speech.frames,
+        }
+
+    def _begin_piece(self, speech: Speech) -> None:
+        speech.frame_limit = min(self._spec.max_frames, speech.request.max_frames - speech.frames)
+        speech.end, speech.ended = None, False
+        speech.sent = speech.chunk_start = 0
+
+    def _end_piece(self, request: Request, speech: Speech) -> None:
+        assert speech.end is not None
+        speech.frames += speech.end
+        speech.input_tokens += request.prompt_length
+        if speech.frames >= speech.request.max_frames:
+            speech.cut = speech.cut or bool(request.followers)
+            request.followers.clear()
