@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.interface import Engine
-from sgl_omni.engine.model import CausalModel, StepModel
+from sgl_omni.engine.model import CausalModel, StepModel, embed_rows
+from sgl_omni.engine.request import Chunk, Request
 from sgl_omni.engine.rope import RopeConfig
 from sgl_omni.engine.task import FrameTask, InputSpec, TokenTask
 from sgl_omni.errors import InvalidRequest, StartupError
@@ -189,6 +190,50 @@ def test_frames_are_the_same_alone_and_in_a_pool_that_overflows() -> None:
         expected = np.concatenate([chunk["codes"] for chunk in chunks])
         assert np.array_equal(np.concatenate([chunk["codes"] for chunk in together[str(i)][0]]), expected)
         assert together[str(i)][1] == result
+
+
+class Talking(CausalModel):
+    """A talker: one column is sampled, the others come from its hidden state; text is added to what it hears."""
+
+    def embed(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        x = embed_rows(self, chunks)
+        place = torch.tensor([i - c.request.prompt_length for c in chunks for i in range(c.start, c.stop)])
+        return x + (place.clamp(min=-1) + 1)[:, None] * 0.05
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(hidden)[:, :1, :CODES]
+
+    def complete(self, rows: torch.Tensor, hidden: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+        others = super().logits(hidden)[:, 1:, :CODES].argmax(-1)
+        return torch.cat([rows, (others + rows) % CODES], 1)
+
+
+def talking_engine(**settings: Any) -> AutoregressiveEngine:
+    model = tiny_model(COLUMNS)
+    model.__class__ = Talking
+    inputs = InputSpec(vocab_sizes=(12,) * COLUMNS, hidden_size=16)
+    task = FrameTask(inputs, DelayPattern((0,) * COLUMNS, EOS, PAD))
+    options = EngineSettings(**{"max_total_tokens": 64, "page_size": 1, **settings})
+    return AutoregressiveEngine.build(model, task, options)
+
+
+def test_a_talkers_own_inputs_and_predicted_columns_survive_retraction() -> None:
+    prompts = [torch.randn(2 + i, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    alone = []
+    for prompt in prompts:
+        engine = talking_engine()
+        engine.add("a", {"prompt_embeddings": prompt, "max_frames": 9})
+        alone.append(run(engine)["a"])
+    engine = talking_engine(max_total_tokens=22, chunked_prefill_tokens=3)
+    for i, prompt in enumerate(prompts):
+        engine.add(str(i), {"prompt_embeddings": prompt, "max_frames": 9})
+    together = run(engine)
+    assert engine.stats()["retractions"] > 0
+    for i, (chunks, result) in enumerate(alone):
+        frames = np.concatenate([chunk["codes"] for chunk in chunks])
+        assert frames.shape == (9, COLUMNS)
+        assert result == together[str(i)][1] == {"finish_reason": "length", "input_tokens": 2 + i, "output_tokens": 9}
+        assert np.array_equal(np.concatenate([chunk["codes"] for chunk in together[str(i)][0]]), frames)
 
 
 def test_a_delay_pattern_fills_what_has_no_code() -> None:
