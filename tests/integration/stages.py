@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -207,6 +208,11 @@ def dying_factory(status: int = 3) -> FunctionStage:
     os._exit(status)
 
 
+def dying_later() -> FunctionStage:
+    threading.Timer(0.5, os._exit, (9,)).start()
+    return tag()
+
+
 def slow_factory(seconds: float = 60.0) -> FunctionStage:
     time.sleep(seconds)
     return tag()
@@ -238,3 +244,51 @@ def mps_client(attach: bool = True) -> FunctionStage:
         return {"visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "pid": os.getpid()}
 
     return FunctionStage(run, 64)
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def misbehave(what: str) -> Any:
+    """What an author should not do, and may."""
+    match what:
+        case "stop iteration":
+            raise StopIteration
+        case "cancelled":
+            raise asyncio.CancelledError
+        case "generator exit":
+            raise GeneratorExit
+        case "surrogate":
+            raise ValueError(os.fsdecode(b"\xff"))
+        case "unprintable":
+            raise Unprintable
+        case "number as param":
+            raise InvalidRequest("bad", 5)  # type: ignore[arg-type]
+        case "large beside arrays":
+            return {"a": [bytes(60_000)] * 5000}
+        case "surrogate text":
+            return {"array": np.zeros(100_000), "text": "\ud800"}
+    return None
+
+
+def naughty_thread() -> FunctionStage:
+    return FunctionStage(lambda payload, request: misbehave(payload["what"]) if "what" in payload else payload, 8)
+
+
+def naughty_batch() -> BatchStage:
+    return BatchStage(lambda payloads: [misbehave(p["what"]) if "what" in p else p for p in payloads], 8, 1.0)
+
+
+class NaughtyStream(Squares):
+    def flush(self, state: dict[str, Any]) -> Iterable[Payload]:
+        return []
+
+    def result(self, state: dict[str, Any], payload: Payload) -> Payload:
+        found: Payload = misbehave(payload["what"]) if "what" in payload else payload
+        return found
+
+
+def naughty_stream() -> NaughtyStream:
+    return NaughtyStream(1313, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,6 +195,35 @@ def test_a_run_folder_of_another_or_too_long_a_path_is_refused(tmp_path: Path) -
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StartupError, match="run folder"):
         RunDir(tmp_path / "file")
+
+
+async def test_a_run_folder_that_someone_removed_does_not_hide_a_death(start: Start, own_run_folder: Path) -> None:
+    pipeline = await start(plan_of(stage("a", "obey", terminal=True)))
+    handle = pipeline.submit({"do": "sleep", "seconds": 30})
+    shutil.rmtree(own_run_folder / "sgl-omni")
+    os.kill(pipeline.health()["instances"][0]["pid"], signal.SIGKILL)
+    with pytest.raises(ProcessExited):
+        await asyncio.wait_for(handle.result(), 2)
+    assert "SIGKILL" in await asyncio.wait_for(pipeline.failed(), 2)
+
+
+async def test_a_living_server_is_not_stale_whatever_files_are_missing(start: Start, own_run_folder: Path) -> None:
+    pipeline = await start(plan_of(stage("a", "tag", terminal=True)))
+    for path in (own_run_folder / "sgl-omni").glob("run-*/*"):
+        if path.is_file():
+            path.unlink()
+    other = RunDir()
+    assert (await pipeline.submit({}).result())["a"]["trail"] == ["tag"]
+    other.close()
+
+
+async def test_a_process_that_dies_while_others_still_start_ends_the_start(start: Start) -> None:
+    begin = time.monotonic()
+    with pytest.raises(StartupError, match="instance 'a'"):
+        await start(
+            plan_of(stage("a", "dying_later", next="b"), stage("b", "slow_factory", terminal=True)), startup_timeout=30
+        )
+    assert time.monotonic() - begin < 10
 
 
 async def test_two_servers_never_touch_each_other(start: Start, own_run_folder: Path) -> None:

@@ -126,7 +126,7 @@ async def test_with_restart_the_clients_come_back_on_a_new_server(start: Start, 
     before = {i["name"]: i["pid"] for i in pipeline.health()["instances"]}
     (server,) = MpsControl(stand_in / UUID).servers()
     os.kill(server.pid, signal.SIGKILL)
-    await eventually(lambda: pipeline.status == "degraded")
+    await eventually(lambda: pipeline.status == "unavailable")
     await eventually(lambda: pipeline.status == "ready")
     after = {i["name"]: i["pid"] for i in pipeline.health()["instances"]}
     assert not set(before.values()) & set(after.values())

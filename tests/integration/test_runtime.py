@@ -312,6 +312,20 @@ async def test_chunks_that_arrive_while_a_failed_request_is_closed_do_not_revive
     assert (await pipeline.submit({"count": 1}).result())["b"]["still_open"] == 0
 
 
+MISBEHAVIOUR = ["stop iteration", "cancelled", "generator exit", "surrogate", "unprintable", "number as param"]
+MISBEHAVIOUR += ["large beside arrays", "surrogate text", "nothing"]
+
+
+@pytest.mark.parametrize("kind", ["naughty_thread", "naughty_batch", "naughty_stream"])
+async def test_whatever_an_author_does_fails_that_request_alone(start: Start, kind: str) -> None:
+    pipeline = await start(plan_of(stage("a", kind, next="b"), stage("b", "tag", terminal=True)))
+    for what in MISBEHAVIOUR:
+        with pytest.raises((StageFailed, InvalidRequest)):
+            await pipeline.submit({"what": what}, timeout=20).result()
+        assert (await pipeline.submit({}, timeout=20).result())["b"]["trail"] == ["tag"]
+    await assert_empty(pipeline)
+
+
 async def test_a_payload_that_cannot_travel_is_refused_at_the_door(start: Start) -> None:
     pipeline = await start(chain())
     for bad in ({"x": object()}, {"x": {1: 2}}, {"x": 2**70}, {"x": np.array([object()])}, {"x": {1, 2}}, [1]):

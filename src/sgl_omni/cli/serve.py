@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sgl_omni.serve")
 
+PORT = click.IntRange(0, 65535)
 SECONDS = click.FloatRange(0, 1e6, min_open=True)
 
 
@@ -38,7 +39,13 @@ SECONDS = click.FloatRange(0, 1e6, min_open=True)
     help="Model id or folder; picks the pipeline class where no --config does.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8091, show_default=True, help="Port to listen on; 0 takes a free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8091,
+    show_default=True,
+    help="Port to listen on; 0 takes a free one.",
+)
 @click.option(
     "--platform",
     type=click.Choice(["auto", "cpu", "cuda"]),
@@ -170,7 +177,7 @@ async def serve(
     pipeline = Pipeline(
         plan, max_in_flight=max_in_flight, request_timeout=request_timeout, startup_timeout=startup_timeout
     )
-    http = HttpServer(create_app(pipeline, task, names[0], aliases=names[1:]), sock)
+    http = HttpServer(create_app(pipeline, task, names[0], aliases=names[1:]), sock, grace=1.0)
     _on_signals(stopping, pipeline, http.kill)
     serving = asyncio.create_task(http.run())
     try:

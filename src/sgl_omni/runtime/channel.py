@@ -110,12 +110,12 @@ class Channel:
 
         try:
             self._append(msgspec.structs.replace(message, payload=wire.pack(message.payload, stage, store)))
-        except (PayloadError, OverflowError) as error:
+        except BaseException as error:
             for segment in taken:
                 self._take_back(segment)
-            if isinstance(error, PayloadError):
-                raise
-            raise PayloadError(f"stage '{stage}': payload holds an integer of more than 64 bits") from error
+            if isinstance(error, OverflowError):
+                raise PayloadError(f"stage '{stage}': payload holds an integer of more than 64 bits") from error
+            raise
 
     def close(self, reason: str = "") -> None:
         """Closes at once; unsent messages are lost, segments freed."""
@@ -179,6 +179,9 @@ class Channel:
         data += b"\0\0\0\0"
         try:
             self._encoder.encode_into(message, data, start + LENGTH_BYTES)
+            if len(data) - start - LENGTH_BYTES > MAX_FRAME:
+                size = len(data) - start - LENGTH_BYTES
+                raise PayloadError(f"a message of {size} bytes beside its arrays; {MAX_FRAME} is the limit")
         except BaseException:
             del data[start:]
             raise

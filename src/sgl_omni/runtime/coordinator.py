@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import logging
 import re
@@ -78,7 +79,7 @@ class RequestHandle:
             while request.chunks:
                 yield self._next_chunk()
             if request.error is not None:
-                raise request.error
+                raise copy.copy(request.error)  # raised itself, it would hold the frames and buffers of its catchers
             if request.done:
                 return
             await request.changed()
@@ -95,7 +96,7 @@ class RequestHandle:
                 self._drop_chunks()
             await request.changed()
         if request.error is not None:
-            raise request.error
+            raise copy.copy(request.error)
         return request.results
 
     def _next_chunk(self) -> Chunk:

@@ -10,7 +10,6 @@ import time
 from collections import deque
 
 from sgl_omni.engine.interface import EngineOutput
-from sgl_omni.errors import PayloadError
 from sgl_omni.runtime.requests import StageRequest
 from sgl_omni.runtime.runners import Runner
 from sgl_omni.runtime.stage import EngineStage, Payload
@@ -160,7 +159,7 @@ class EngineRunner(Runner):
         """False: the chunk cannot travel or its receiver is gone, and the request has failed for it."""
         try:
             request.emit_now(chunk)
-        except (PayloadError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with one chunk belongs to its request
             self._command(request.id, None)
             self._close_request(request, EngineOutput(request.id, error=error))
             return False

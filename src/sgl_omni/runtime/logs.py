@@ -9,6 +9,7 @@ from collections import deque
 
 KEPT_LINES = 40
 MAX_LINE = 8192
+LAST_READS = 16
 
 
 class LogTap:
@@ -46,9 +47,11 @@ class LogTap:
         print(f"[{self._name}] {text}", file=sys.stderr)
 
     def finish(self) -> None:
-        """Reads what the pipe still holds after the child's end, and closes it."""
-        while self._fd >= 0 and self._read():
-            pass
+        """Reads what the pipe still holds after the child's end, and closes it; a process that the child has left
+        behind may go on writing, and nobody waits for it."""
+        for _ in range(LAST_READS):
+            if self._fd < 0 or not self._read():
+                break
         self.close()
 
     def close(self) -> None:

@@ -107,10 +107,15 @@ class Pipeline:
 
     @property
     def status(self) -> str:
-        """`starting`, `ready`, `degraded` (an instance is down), `draining` or `failed`."""
+        """`starting`, `ready`, `degraded` (an instance is down), `unavailable` (all of a Process are), `draining` or
+        `failed`."""
         if self._status != "ready":
             return self._status
-        return "ready" if all(i.state == "ready" for i in self.supervisor.instances.values()) else "degraded"
+        instances = self.supervisor.instances.values()
+        if all(i.state == "ready" for i in instances):
+            return "ready"
+        serving = {i.plan.process for i in instances if i.state == "ready"}
+        return "degraded" if serving >= {i.plan.process for i in instances} else "unavailable"
 
     def health(self) -> dict[str, Any]:
         """The state of every instance."""

@@ -1,6 +1,6 @@
 """The folder of one running server: its sockets and the record by which its remains are recognised.
 
-A lock file is held for as long as the server lives, so a folder whose lock is free belongs to a dead one. Only
+The folder itself is locked for as long as the server lives, so one whose lock is free belongs to a dead server. Only
 processes whose pid AND start time match that record are ever signalled.
 """
 
@@ -51,7 +51,7 @@ class RunDir:
         with _locked(base):
             clean_stale(base)
             self.path = Path(tempfile.mkdtemp(prefix="run-", dir=base))
-            self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._processes: dict[int, float] = {}
 
@@ -65,9 +65,13 @@ class RunDir:
             self._write()
 
     def _write(self) -> None:
+        """The record only matters after a crash, so a full disk or a folder that someone removed stops nothing."""
         partial = self.path / f"{RECORD}.partial"
-        partial.write_text(json.dumps({str(pid): started for pid, started in self._processes.items()}))
-        partial.replace(self.path / RECORD)
+        try:
+            partial.write_text(json.dumps({str(pid): started for pid, started in self._processes.items()}))
+            partial.replace(self.path / RECORD)
+        except OSError as error:
+            log.warning("the record of processes in %s cannot be written: %s", self.path, error)
 
     def close(self) -> None:
         """Removes the folder; harmless when called again."""
@@ -117,7 +121,7 @@ def _locked(base: Path) -> Iterator[None]:
 
 def _is_alive(folder: Path) -> bool:
     try:
-        fd = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

@@ -12,11 +12,23 @@ import inspect
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from sgl_omni.runtime.requests import StageRequest
 from sgl_omni.runtime.stage import BatchStage, FunctionStage, Payload
+
+T = TypeVar("T")
+
+
+def call_author(call: Callable[..., T], *args: Any) -> T:
+    """Calls an author's code in a thread. What a future cannot carry (StopIteration) or takes for its own
+    (CancelledError) becomes an ordinary error, so that nobody waits for ever."""
+    try:
+        return call(*args)
+    except (StopIteration, GeneratorExit, asyncio.CancelledError) as error:
+        raise RuntimeError(f"the stage's code raised {type(error).__name__}") from error
 
 
 class Runner(ABC):
@@ -77,6 +89,8 @@ class FunctionRunner(Runner):
             request.fail(RuntimeError("the stage's function was cancelled from within"))
         elif isinstance(error := task.exception(), Exception):
             request.fail(error)
+        elif isinstance(error, GeneratorExit):
+            request.fail(RuntimeError("the stage's function raised GeneratorExit"))
         else:
             request.finish(task.result())
         self._start()
@@ -116,7 +130,7 @@ class ThreadFunctionRunner(FunctionRunner):
 
     async def _call(self, payload: Payload, request: StageRequest) -> Payload:
         loop = asyncio.get_running_loop()
-        result: Any = await loop.run_in_executor(self._pool, self._stage.fn, payload, request)
+        result: Any = await loop.run_in_executor(self._pool, call_author, self._stage.fn, payload, request)
         if inspect.isawaitable(result):  # a partial or a callable object around a coroutine function
             result = await result
         return result  # type: ignore[no-any-return]
@@ -181,12 +195,15 @@ class BatchRunner(Runner):
             if inspect.iscoroutinefunction(self._stage.fn):
                 outcome: Any = await self._stage.fn(payloads)
             else:
-                outcome = await asyncio.get_running_loop().run_in_executor(self._pool, self._stage.fn, payloads)
+                loop = asyncio.get_running_loop()
+                outcome = await loop.run_in_executor(self._pool, call_author, self._stage.fn, payloads)
             results = list(outcome)
             if len(results) != len(batch):
                 raise ValueError(f"a batch of {len(batch)} payloads came back as {len(results)}")
         except Exception as error:  # noqa: BLE001 - the author's code failed for every request of the batch
             results = [error] * len(batch)
+        except (asyncio.CancelledError, GeneratorExit) as error:
+            results = [RuntimeError(f"the batch's function raised {type(error).__name__}")] * len(batch)
         for (request, _), result in zip(batch, results, strict=True):
             if isinstance(result, Exception):
                 request.fail(result)

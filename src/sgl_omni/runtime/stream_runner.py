@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from sgl_omni.runtime.requests import StageRequest
-from sgl_omni.runtime.runners import Runner
+from sgl_omni.runtime.runners import Runner, call_author
 from sgl_omni.runtime.stage import Payload, StreamStage
 
 T = TypeVar("T")
@@ -91,6 +91,8 @@ class StreamRunner(Runner):
                     continue
                 await self._emit_all(request, lambda: self._stage.flush(work.state))
                 result = await self._in_thread(self._stage.result, work.state, work.payload or {})
+                if result is None:
+                    raise TypeError("the stage's `result` returned None where a payload (dict) was expected")
         except Exception as error:  # noqa: BLE001 - whatever an author's code raises belongs to this request alone
             failure = error
         work.task = None
@@ -125,4 +127,4 @@ class StreamRunner(Runner):
             await request.emit(item)
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call_author, call, *args)

@@ -109,14 +109,29 @@ class Supervisor:
             for instance in instances:
                 self._spawn(instance)
             waiting = [instance.ready for instance in instances if instance.ready is not None]
-            done, pending = await asyncio.wait(waiting, timeout=within, return_when=asyncio.FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            if pending:
+            if not await self._all_ready(waiting, within):
                 late = [i for i in instances if i.state == "starting"]
                 report = "".join(f"\n  '{i.name}' (pid {i.pid}){i.last_lines()}" for i in late)
                 raise StartupError(f"not ready within {within:g} s:{report}")
         await self._verify_mps()
+
+    async def _all_ready(self, waiting: list[asyncio.Future[None]], within: float) -> bool:
+        """False when the time is up. One that cannot start, or dies after it was ready, ends the start at once."""
+        pending: set[asyncio.Future[Any]] = set(waiting)
+        end = self._loop.time() + within
+        while pending:
+            left = end - self._loop.time()
+            done, _ = await asyncio.wait(
+                {*pending, self.failure}, timeout=max(left, 0.0), return_when=asyncio.FIRST_COMPLETED
+            )
+            if self.failure.done():
+                raise StartupError(self.failure.result())
+            if not done:
+                return False
+            for future in done:
+                future.result()
+            pending -= done
+        return True
 
     async def _verify_mps(self) -> None:
         ready = {i.name: i.process.pid for i in self.instances.values() if i.process and i.state == "ready"}

@@ -307,8 +307,9 @@ class Worker:
             invalid = isinstance(error, InvalidRequest)
             if not invalid:
                 log.error("stage '%s' failed for request %s", request.stage, request.id, exc_info=error)
-            text = str(error) if invalid or isinstance(error, PayloadError) else f"{type(error).__name__}: {error}"
+            text = describe(error)
             kind, param = ("invalid", error.param) if isinstance(error, InvalidRequest) else ("error", None)
+            param = None if param is None else str(param)
             self._control.send(Failure(request.id, request.stage, self._instance.name, kind, text, param))
             self._refuse_from_now(request.id)
         _forget_frames(error)
@@ -378,6 +379,16 @@ class Worker:
         for stage, runner in self._runners.items():
             gauges |= {f"{stage}.{key}": value for key, value in runner.gauges().items()}
         return gauges
+
+
+def describe(error: Exception) -> str:
+    """What the caller is told: the message, with its type where that is not our own; whatever the author put in it."""
+    try:
+        text = str(error)
+    except Exception as failure:  # noqa: BLE001 - an author's __str__
+        text = f"(its text cannot be had: {type(failure).__name__})"
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if isinstance(error, (InvalidRequest, PayloadError)) else f"{type(error).__name__}: {text}"
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.requests import ClientDisconnect
 
 from sgl_omni.errors import InvalidRequest, Overloaded, RequestAborted
 from sgl_omni.server.backend import Backend
@@ -25,7 +26,7 @@ def outcome_of(error: BaseException) -> str:
         return "invalid"
     if isinstance(error, Overloaded):
         return "rejected"
-    if isinstance(error, RequestAborted) or not isinstance(error, Exception):
+    if isinstance(error, (RequestAborted, ClientDisconnect)) or not isinstance(error, Exception):
         return "aborted"
     status = getattr(error, "status_code", 500)
     return "invalid" if status < 500 else "error"
