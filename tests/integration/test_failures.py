@@ -197,6 +197,18 @@ async def test_sigterm_under_load_drains(tmp_path: Path) -> None:
         server.assert_nothing_left()
 
 
+async def test_a_child_that_dies_while_the_server_drains_makes_it_a_failure(tmp_path: Path) -> None:
+    with serving(*DEMO, run_folder=tmp_path) as server:
+        tasks = await load(server, 4)
+        victim = server.pid("vocoder")
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        os.kill(victim, signal.SIGKILL)
+        assert all("instance 'vocoder'" in text for _, text, _ in await asyncio.gather(*tasks))
+        assert server.wait(10) == 1
+        server.assert_nothing_left()
+
+
 async def test_sigterm_under_load_ends_within_the_drain_timeout(tmp_path: Path) -> None:
     with serving(*DEMO, "--drain-timeout", "1", run_folder=tmp_path) as server:
         tasks = await load(server, 12)

@@ -493,6 +493,16 @@ async def test_an_early_answer_to_a_whole_body_keeps_the_connection(http):
     assert (response.status_code, response.headers.get("connection")) == (404, None)
 
 
+async def test_a_refusal_stays_short_whatever_was_sent(asgi):
+    many = {f"field{i}": 1 for i in range(50_000)}
+    for wrong in (many, {"voice": "x" * 500_000}, {"model": "y" * 500_000}, {"response_format": "z" * 500_000}):
+        response = await asgi.post("/v1/audio/speech", json=SAY | wrong)
+        assert response.status_code in (400, 404)
+        assert len(response.content) < 4000
+    assert "and 49990 more" in (await asgi.post("/v1/audio/speech", json=SAY | many)).json()["error"]["message"]
+    assert (await asgi.post("/v1/audio/speech", json=SAY | {"response_format": ""})).status_code == 400
+
+
 async def test_a_client_that_sends_half_a_body_and_leaves_does_no_harm(http, url):
     with socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as sock:
         sock.sendall(b"POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")

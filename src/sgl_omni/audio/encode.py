@@ -222,7 +222,9 @@ def check_format(format: str, sample_rate: int) -> None:
     if format in available:
         return
     reason = f"cannot be written at {sample_rate} Hz by this server" if format in MEDIA_TYPES else "is not known"
-    raise InvalidRequest(f"response_format {format!r} {reason}; choose from {', '.join(available)}", "response_format")
+    raise InvalidRequest(
+        f"response_format {format[:100]!r} {reason}; choose from {', '.join(available)}", "response_format"
+    )
 
 
 def encoder(format: str, sample_rate: int) -> Encoder:

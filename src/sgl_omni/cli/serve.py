@@ -195,6 +195,9 @@ async def serve(
         failed.cancel()
         log.info("shutting down; requests in flight get %g s", drain_timeout)
         await pipeline.stop(drain_timeout)
+        if pipeline.supervisor.failure.done():
+            log.error("while draining: %s", pipeline.supervisor.failure.result())
+            return 1
         return 0
     finally:
         http.stop()

@@ -58,6 +58,13 @@ class CreateSpeech(BaseModel):
 SAMPLING_FIELDS = ("seed", "temperature", "top_k", "max_new_tokens")
 
 
+NAMED_MISTAKES = 10
+"""Wrong fields that one refusal explains: a body of a million of them must not keep the server busy."""
+
+SHOWN_CHARACTERS = 100
+"""What is quoted of a caller's own text."""
+
+
 @dataclass(frozen=True, slots=True)
 class SpeechCall:
     """A valid request: the entry stage's payload, and how the audio travels."""
@@ -95,9 +102,9 @@ def parse_speech(body: bytes) -> CreateSpeech:
 def speech_call(asked: CreateSpeech, task: SpeechTask, models: Sequence[str]) -> SpeechCall:
     """Checks the request against what is served. Raises ``InvalidRequest`` that names the field."""
     if asked.model not in models:
-        raise ModelNotFound(f"model {asked.model!r} is not served here; use {models[0]!r}", "model")
+        raise ModelNotFound(f"model {asked.model[:SHOWN_CHARACTERS]!r} is not served here; use {models[0]!r}", "model")
     _check_input(asked.input, task.max_input_characters)
-    format = asked.response_format or _default_format(task.sample_rate)
+    format = _default_format(task.sample_rate) if asked.response_format is None else asked.response_format
     check_format(format, task.sample_rate)
     events = asked.stream_format == "sse"
     if events and asked.stream is False:
@@ -116,7 +123,9 @@ def voice_name(asked: str | None, task: SpeechTask) -> str:
         return asked
     if asked in OPENAI_VOICES:
         return task.default_voice
-    raise InvalidRequest(f"voice {asked!r} is not known; choose from {', '.join(task.voices)}", "voice")
+    raise InvalidRequest(
+        f"voice {asked[:SHOWN_CHARACTERS]!r} is not known; choose from {', '.join(task.voices)}", "voice"
+    )
 
 
 def _check_input(text: str, limit: int) -> None:
@@ -132,15 +141,16 @@ def _default_format(sample_rate: int) -> str:
 
 def _invalid(error: ValidationError) -> InvalidRequest:
     found = [(str(each["loc"][0]), each["type"], each["msg"]) for each in error.errors(include_url=False)]
-    message = "; ".join(_explain(*each) for each in found)
-    return InvalidRequest(message, found[0][0])
+    message = "; ".join(_explain(*each) for each in found[:NAMED_MISTAKES])
+    more = len(found) - NAMED_MISTAKES
+    return InvalidRequest(f"{message}; and {more} more" if more > 0 else message, found[0][0][:SHOWN_CHARACTERS])
 
 
 def _explain(field: str, kind: str, message: str) -> str:
     if kind == "missing":
         return f"{field} is required"
     if kind == "extra_forbidden":
-        nearest = difflib.get_close_matches(field, CreateSpeech.model_fields, n=1)
+        nearest = difflib.get_close_matches(field[:SHOWN_CHARACTERS], CreateSpeech.model_fields, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        return f"{field[:100]!r} is not a field of this request{hint}"
+        return f"{field[:SHOWN_CHARACTERS]!r} is not a field of this request{hint}"
     return f"{field}: {message[0].lower()}{message[1:]}"
