@@ -41,7 +41,7 @@ SECONDS = click.FloatRange(0, 1e6, min_open=True)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
-    type=click.IntRange(0, 65535),
+    type=PORT,
     default=8091,
     show_default=True,
     help="Port to listen on; 0 takes a free one.",
