@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from sgl_omni.engine.attention import QKV
-from sgl_omni.engine.kernels import elementwise, sampling
+from sgl_omni.engine.delay import DelayPattern
+from sgl_omni.engine.device_rows import Field
+from sgl_omni.engine.device_step import StepInputs, advance_rows, begin_rows
+from sgl_omni.engine.kernels import elementwise, sampling, state
 from sgl_omni.engine.kv_cache import KVCache, KVShape
 from sgl_omni.engine.ops import rms_norm
 from sgl_omni.engine.rope import rotate
@@ -86,7 +89,7 @@ def check_silu_mul(device: str, dtype: torch.dtype, width: int) -> float:
     return difference(elementwise.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
 
 
-def check_sampling(device: str, vocabulary: int) -> tuple[Tensor, Tensor]:
+def check_sampling(device: str, vocabulary: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Ids of the kernel and of the reference: greedy and random rows, ties, every option and all of them together."""
     torch.manual_seed(3)
     options = [
@@ -97,7 +100,49 @@ def check_sampling(device: str, vocabulary: int) -> tuple[Tensor, Tensor]:
     logits = torch.randn(rows, 3, vocabulary) * 3
     logits[:, :, 5] = logits[:, :, 9] = logits.amax(-1)
     temperature, top_k, top_p = (torch.tensor(column * 5) for column in map(list, zip(*options, strict=True)))
-    keys = step_keys(torch.tensor([seed_key(i) for i in range(rows)]), torch.arange(rows))
+    steps = torch.arange(rows) + 3
+    keys = step_keys(torch.tensor([seed_key(i) for i in range(rows)]), steps)
+    logits = logits.to(dtype)
     expected = sample_masked(logits, temperature, top_k, top_p, keys)
-    moved = [part.to(device) for part in (logits, temperature, top_k.to(torch.int32), top_p, keys)]
+    place = torch.randperm(rows)
+    fields = torch.zeros(rows, len(Field) + 3, dtype=torch.int32)
+    fields[place, Field.TEMPERATURE] = temperature.view(torch.int32)
+    fields[place, Field.TOP_P] = top_p.view(torch.int32)
+    fields[place, Field.TOP_K] = top_k.to(torch.int32)
+    fields[place, Field.SEED] = torch.tensor([seed_key(i) for i in range(rows)]).to(torch.int32)
+    fields[place, Field.STEP] = torch.arange(rows, dtype=torch.int32)
+    fields[:, Field.DRAWN] = 3
+    index = torch.randperm(rows)
+    moved = [part.to(device) for part in (logits, fields, place[index], index.argsort())]
     return sampling.sample(*moved).cpu(), expected
+
+
+def check_state(device: str) -> None:
+    """Both ends of a step move the same state on as plain torch does."""
+    torch.manual_seed(4)
+    pattern = DelayPattern((0, 1, 3), eos_id=7, pad_id=9)
+    fields = torch.randint(0, 5, (9, len(Field) + 3), dtype=torch.int32)
+    fields[:, Field.END] = torch.tensor([-1, -1, 2, 3, -1, 1, -1, -1, -1])
+    fields[:, Field.LIMIT] = torch.tensor([99, 2, 99, 99, 99, 99, 1, 99, 99])
+    tables = torch.randint(0, 50, (9, 6), dtype=torch.int32)
+    rows = torch.tensor([3, 1, 0, 5, 5, 5, 2, 6, 8])
+    given = torch.tensor([-1, -1, -1, 7, 8, 9, -1, -1, 0])
+    ends, targets = torch.tensor([0, 1, 2, 5, 6, 7, 0]), torch.tensor([3, 1, 0, 5, 2, 6, 8])
+    inputs = StepInputs(rows, given, torch.randint(0, 6, (9, 3)), ends, targets)
+    chosen = torch.randint(0, 6, (7, 3))
+    chosen[2, 0] = pattern.eos_id
+    moved = StepInputs(*(getattr(inputs, name).to(device) for name in StepInputs.__slots__))
+    there = fields.clone().to(device)
+    expected = begin_rows(rows, given, inputs.ids, fields, tables, PAGE)
+    result = state.begin(moved.rows, moved.given, moved.ids, there, tables.to(device), PAGE)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(result, expected, strict=True))
+    filled = advance_rows(chosen, inputs, expected[0], fields, pattern, None)
+    ids = chosen.clone().to(device)
+    delays = torch.tensor(pattern.delays, dtype=torch.int32, device=device)
+    facts = (delays, pattern.eos_id, pattern.pad_id)
+    state.advance(ids, moved.rows, moved.ends, moved.targets, result[0], there, facts)
+    assert torch.equal(ids.cpu()[:6], filled[:6])
+    assert torch.equal(there.cpu()[:8], fields[:8])
+    table, offsets = torch.randn(20, 96), torch.tensor([0, 6, 12])
+    summed = state.embed(inputs.ids.to(device), offsets.to(device), table.to(device))
+    assert difference(summed.cpu(), table[inputs.ids + offsets].sum(1)) < 1e-6

@@ -28,9 +28,10 @@ for tiled in (False, True):
 for width in (96, 100):
     assert checks.check_add_norm("cpu", torch.float32, width) < 1e-6, width
     assert checks.check_silu_mul("cpu", torch.float32, width) < 1e-6, width
-for vocabulary in (50, 130):
-    chosen, expected = checks.check_sampling("cpu", vocabulary)
+for vocabulary, dtype in ((50, torch.float32), (130, torch.bfloat16)):
+    chosen, expected = checks.check_sampling("cpu", vocabulary, dtype)
     assert torch.equal(chosen, expected), vocabulary
+checks.check_state("cpu")
 print("all checked")
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}

@@ -47,16 +47,11 @@ class DelayPattern:
         reached = (ends < 0) & ((rows[:, 0] == self.eos_id) | (steps >= limits))
         ends = torch.where(reached, steps, ends)
         column = torch.arange(len(self.delays), device=rows.device)
-        late = steps[:, None] - self._delays_on(rows.device)
+        late = steps[:, None] - torch.tensor(self.delays, device=rows.device)
         outside = (late < 0) | ((ends >= 0)[:, None] & (late >= ends[:, None]))
         at_end = (steps == ends)[:, None] & (column == 0)
         filled = torch.where(at_end, self.eos_id, self.pad_id)
         return torch.where(outside, filled, rows), ends
-
-    def _delays_on(self, device: torch.device) -> Tensor:
-        # Not from a list: a copy from the host cannot be captured into a graph.
-        columns = [torch.full((1,), delay, dtype=torch.int64, device=device) for delay in self.delays]
-        return torch.cat(columns)
 
     def known_frames(self, rows: int, end: int | None) -> int:
         """Frames whose every codebook is among the first ``rows`` rows."""

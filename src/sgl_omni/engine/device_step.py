@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.device_rows import DeviceRows, Field, float_of
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.row_attention import RowLayout, TorchRowAttention, TritonRowAttention
-from sgl_omni.engine.sampler import sample_masked, step_keys
+from sgl_omni.engine.sampler import LARGEST_KERNEL_VOCABULARY, sample_masked, step_keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +51,65 @@ class Given:
     positions: Tensor | None = None
 
 
+def begin_rows(
+    rows: Tensor, given: Tensor, given_ids: Tensor, fields: Tensor, tables: Tensor, page_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Positions, rope positions, cache slots (all int64 [n]) and ids int64 [n, columns] of the rows of a pass."""
+    if fields.is_cuda:
+        from sgl_omni.engine.kernels import state as kernels
+
+        return kernels.begin(rows, given, given_ids, fields, tables, page_size)
+    state = fields[rows]
+    positions = torch.where(given >= 0, given, state[:, Field.POSITION])
+    ids = torch.where((given >= 0)[:, None], given_ids, state[:, len(Field) :])
+    page = tables[rows].gather(1, (positions // page_size)[:, None])[:, 0]
+    return positions, positions + state[:, Field.ROPE_OFFSET], page * page_size + positions % page_size, ids
+
+
+def choose_rows(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """Ids int64 [s, columns] by each state's own options; see ``kernels.sampling.sample`` for the arguments."""
+    if logits.is_cuda and logits.shape[-1] <= LARGEST_KERNEL_VOCABULARY:
+        from sgl_omni.engine.kernels import sampling
+
+        return sampling.sample(logits, fields, rows, ends)
+    state = fields[rows[ends]]
+    seeds = state[:, Field.SEED].to(torch.int64) & 0xFFFFFFFF
+    keys = step_keys(seeds, state[:, Field.STEP].to(torch.int64) + state[:, Field.DRAWN])
+    temperature, top_p = float_of(state, Field.TEMPERATURE), float_of(state, Field.TOP_P)
+    return sample_masked(logits, temperature, state[:, Field.TOP_K], top_p, keys)
+
+
+def advance_rows(
+    ids: Tensor,
+    inputs: StepInputs,
+    positions: Tensor,
+    fields: Tensor,
+    pattern: DelayPattern | None,
+    delays: Tensor | None,
+) -> Tensor:
+    """Moves the state of the rows that yielded on to the ids int64 [s, columns], the pattern's own filled in.
+
+    Returns the ids. ``delays``: those of the pattern, int32 on the device.
+    """
+    if ids.is_cuda:
+        from sgl_omni.engine.kernels import state as kernels
+
+        ids = ids.contiguous()
+        facts = (delays, pattern.eos_id, pattern.pad_id) if pattern is not None and delays is not None else None
+        kernels.advance(ids, inputs.rows, inputs.ends, inputs.targets, positions, fields, facts)
+        return ids
+    state = fields[inputs.rows[inputs.ends]]
+    steps, ends = state[:, Field.STEP].to(torch.int64), state[:, Field.END].to(torch.int64)
+    if pattern is not None:
+        ids, ends = pattern.fill_rows(ids, steps, ends, state[:, Field.LIMIT].to(torch.int64))
+    state[:, Field.POSITION] = (positions[inputs.ends] + 1).to(torch.int32)
+    state[:, Field.STEP] = (steps + 1).to(torch.int32)
+    state[:, Field.END] = ends.to(torch.int32)
+    state[:, len(Field) :] = ids
+    fields.index_copy_(0, inputs.targets, state)
+    return ids
+
+
 class DeviceStep:
     """A model, its cache and the rows that it works on."""
 
@@ -58,6 +118,8 @@ class DeviceStep:
         self._cache = cache
         self._rows = rows
         self._attention = TritonRowAttention if cache.device.type == "cuda" else TorchRowAttention
+        pattern = model.pattern
+        self._delays = None if pattern is None else torch.tensor(pattern.delays, dtype=torch.int32, device=cache.device)
 
     def __call__(
         self, inputs: StepInputs, prompts: Sequence[tuple[int, int]] = (), given: Given | None = None
@@ -66,35 +128,19 @@ class DeviceStep:
 
         ``prompts``: see ``RowLayout``.
         """
-        model, fields = self._model, self._rows.fields
-        state = fields[inputs.rows]
-        is_given = inputs.given >= 0
-        positions = torch.where(is_given, inputs.given, state[:, Field.POSITION])
-        x = model.embed_ids(torch.where(is_given[:, None], inputs.ids, state[:, len(Field) :]))
-        rope = (positions + state[:, Field.ROPE_OFFSET]).expand(model.axes, -1)
+        model, fields, tables = self._model, self._rows.fields, self._rows.tables
+        positions, rope, slots, ids = begin_rows(
+            inputs.rows, inputs.given, inputs.ids, fields, tables, self._cache.page_size
+        )
+        x = model.embed_ids(ids)
+        rope = rope.expand(model.axes, -1)
         if given is not None:
             if given.at is not None and given.embeddings is not None:
                 x = x.index_copy(0, given.at, given.embeddings.to(x.dtype))
             rope = rope if given.positions is None else torch.where(given.positions >= 0, given.positions, rope)
-        layout = RowLayout.of(positions, inputs.rows, self._rows.tables, self._cache.page_size, prompts)
+        layout = RowLayout(positions, inputs.rows, tables, slots, prompts)
         hidden = model.forward(x, rope, self._attention(self._cache, layout))
         if inputs.ends.shape[0] == 0:
             return inputs.ids[:0]
-        return self._choose(hidden[inputs.ends], state[inputs.ends], positions[inputs.ends], inputs.targets)
-
-    def _choose(self, hidden: Tensor, state: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
-        model, steps = self._model, state[:, Field.STEP].to(torch.int64)
-        seeds = state[:, Field.SEED].to(torch.int64) & 0xFFFFFFFF
-        keys = step_keys(seeds, steps + state[:, Field.DRAWN])
-        temperature, top_p = float_of(state, Field.TEMPERATURE), float_of(state, Field.TOP_P)
-        ids = sample_masked(model.logits(hidden), temperature, state[:, Field.TOP_K], top_p, keys)
-        ends = state[:, Field.END].to(torch.int64)
-        if model.pattern is not None:
-            ids, ends = model.pattern.fill_rows(ids, steps, ends, state[:, Field.LIMIT].to(torch.int64))
-        moved = torch.stack([positions + 1, steps + 1, ends], 1).to(torch.int32)
-        state[:, Field.POSITION] = moved[:, 0]
-        state[:, Field.STEP] = moved[:, 1]
-        state[:, Field.END] = moved[:, 2]
-        state[:, len(Field) :] = ids
-        self._rows.fields.index_copy_(0, targets, state)
-        return ids
+        ids = choose_rows(model.logits(hidden[inputs.ends]), fields, inputs.rows, inputs.ends)
+        return advance_rows(ids, inputs, positions, fields, model.pattern, self._delays)

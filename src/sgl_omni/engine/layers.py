@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sgl_omni.engine.attention import QKV, Attend, FusedAttend
 from sgl_omni.engine.checkpoint import Slot
-from sgl_omni.engine.ops import add_norm, rms_norm, silu_mul
+from sgl_omni.engine.ops import add_norm, embed, gated_linear, partial_linear, rms_norm
 from sgl_omni.engine.rope import rotate
 from sgl_omni.engine.shard import Shard
 
@@ -51,9 +51,12 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         if len(self._offsets) == 1:
             return F.embedding(ids[:, 0], self.weight)
+        return embed(ids, self._device_offsets(ids), self.weight)
+
+    def _device_offsets(self, ids: Tensor) -> Tensor:
         if self._offsets_on_device is None:  # once: a copy from the host cannot be captured into a graph
             self._offsets_on_device = torch.tensor(self._offsets, device=ids.device)
-        return F.embedding(ids + self._offsets_on_device, self.weight).sum(1)
+        return self._offsets_on_device
 
     def slots(self, name: str) -> Iterator[Slot]:
         yield Slot(f"{name}.weight", self.weight, tuple(self.weight.shape))
@@ -81,11 +84,11 @@ class MergedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [n, in] -> one [n, count] a part."""
-        return self.merged(x).split(self.sizes, -1)
+        return F.linear(x, self.weight, self.bias).split(self.sizes, -1)
 
     def merged(self, x: Tensor) -> Tensor:
-        """All parts side by side."""
-        return F.linear(x, self.weight, self.bias)
+        """All parts side by side; maybe as partial sums (``ops.partial_linear``)."""
+        return partial_linear(x, self.weight, self.bias)
 
     def slots(self, name: str) -> Iterator[Slot]:
         weights = self.weight.split(self.sizes)
@@ -108,6 +111,9 @@ class RowLinear(nn.Module):
         self.bias = parameter(out_size) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [n, in] -> [n, out]; alone, maybe as partial sums (``ops.partial_linear``)."""
+        if self._shard.size == 1:
+            return partial_linear(x, self.weight, self.bias)
         bias = self.bias if self._shard.index == 0 else None  # or it would be summed too
         return self._shard.reduce(F.linear(x, self.weight, bias))
 
@@ -180,7 +186,7 @@ class GatedMLP(nn.Module):
         self.down = RowLinear(intermediate_size, hidden_size, shard, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up.merged(x)))
+        return self.down(gated_linear(x, self.gate_up.weight, self.gate_up.bias))
 
     def slots(self, name: str) -> Iterator[Slot]:
         yield from self.gate_up.slots(name)

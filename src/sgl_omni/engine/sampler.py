@@ -17,6 +17,7 @@ from sgl_omni.engine.request import Request
 
 _MASK = 0xFFFFFFFF
 LARGEST_KERNEL_VOCABULARY = 8192
+"""Ids that one program of the GPU's kernel holds at once."""
 
 Word = TypeVar("Word", int, Tensor)
 
@@ -64,10 +65,6 @@ def sample_masked(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
 
     logits [rows, columns, vocabulary], options [rows], keys int64 [rows] (``step_keys``) -> ids int64 [rows, columns].
     """
-    if logits.is_cuda and logits.shape[-1] <= LARGEST_KERNEL_VOCABULARY:
-        from sgl_omni.engine.kernels import sampling
-
-        return sampling.sample(logits, temperature, top_k, top_p, keys)
     greedy = (temperature == 0) | (top_k == 1)
     # A greedy row's draw is thrown away, but must not be made of infinities.
     temperature = torch.where(greedy, torch.ones_like(temperature), temperature)

@@ -6,11 +6,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sgl_omni.engine.kernels.elementwise import launches_early, pdl, prefetch_l2
 
 _DECODE_TILE = 64
 _PREFILL_ROWS = 64
 _PREFILL_TILE = 64
 _MAX_SPLITS = 16
+_ENOUGH_PROGRAMS = 256
 
 
 @triton.jit
@@ -34,29 +38,45 @@ def _decode(
     HEAD_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    first_head = tl.program_id(1) * AT_ONCE
     split = tl.program_id(2)
     member = tl.arange(0, 16)
     d = tl.arange(0, HEAD_BLOCK)
     # Heads of a group that is smaller than a tensor core's 16 rows are padded with copies of nothing.
-    q_at = (row * HEADS + kv_head * GROUP + member)[:, None] * HEAD_DIM + d[None, :]
-    q_inside = (member < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    query = tl.load(q + q_at, mask=q_inside, other=0.0)
+    is_member = (member < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     length = (tl.load(positions + row) + 1).to(tl.int32)
     table = tables + tl.load(rows + row) * table_stride
     first = tl.maximum(length - window, 0)
     share = tl.cdiv(tl.cdiv(length - first, splits), TILE) * TILE
     start = first + split * share
     stop = tl.minimum(length, start + share)
-    highest = tl.full([16], float("-inf"), tl.float32)
+    tiles = tl.maximum(tl.cdiv(stop - start, TILE), 1)
+    if EARLY:
+        # What earlier steps wrote is on its way before the kernel in front has written this step's own.
+        early = start + tl.arange(0, TILE)
+        early_page = tl.load(table + early // PAGE, mask=early < stop, other=0).to(tl.int64)
+        line = tl.arange(0, HEAD_BLOCK // 64 if HEAD_BLOCK >= 64 else 1) * 64
+        early_place = ((early_page * PAGE + early % PAGE) * KV_HEADS + first_head)[:, None] * HEAD_DIM + line[None, :]
+        prefetch_l2(keys + early_place)
+        prefetch_l2(values + early_place)
+        gdc_wait()
+        gdc_launch_dependents()
+    highest = tl.full([16], -1.0e30, tl.float32)
     total = tl.zeros([16], tl.float32)
     acc = tl.zeros([16, HEAD_BLOCK], tl.float32)
-    for at in range(start, stop, TILE):
-        position = at + tl.arange(0, TILE)
+    # One loop over the tiles of all heads, so that loads go on where one head ends and the next begins.
+    for i in range(AT_ONCE * tiles):
+        tile = i % tiles
+        kv_head = first_head + i // tiles
+        q_at = (row * HEADS + kv_head * GROUP + member)[:, None] * HEAD_DIM + d[None, :]
+        query = tl.load(q + q_at, mask=is_member, other=0.0)
+        position = start + tile * TILE + tl.arange(0, TILE)
         seen = position < stop
         page = tl.load(table + position // PAGE, mask=seen, other=0).to(tl.int64)
         place = ((page * PAGE + position % PAGE) * KV_HEADS + kv_head)[:, None] * HEAD_DIM + d[None, :]
@@ -64,30 +84,36 @@ def _decode(
         k = tl.load(keys + place, mask=inside, other=0.0)
         v = tl.load(values + place, mask=inside, other=0.0)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        weight = tl.exp2(scores - new_highest[:, None])
-        kept = tl.exp2(highest - new_highest)
+        scores = tl.where(seen[None, :], scores, -1.0e30)
+        before = tl.where(tile == 0, -1.0e30, highest)
+        highest = tl.maximum(before, tl.max(scores, 1))
+        weight = tl.where(seen[None, :], tl.exp2(scores - highest[:, None]), 0.0)
+        kept = tl.where(tile == 0, 0.0, tl.exp2(before - highest))
         total = total * kept + tl.sum(weight, 1)
         acc = acc * kept[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-        highest = new_highest
-    if SPLIT:
-        # [row, split, head, head_dim + 2]: the sum, and what is needed to weigh it
-        base = ((row * splits + split) * HEADS + kv_head * GROUP + member) * (HEAD_DIM + 2)
-        tl.store(partial + base[:, None] + d[None, :], acc, mask=q_inside)
-        tl.store(partial + base + HEAD_DIM, highest, mask=member < GROUP)
-        tl.store(partial + base + HEAD_DIM + 1, total, mask=member < GROUP)
-    else:
-        tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_inside)
+        if tile == tiles - 1:
+            if SPLIT:
+                # [row, split, head, head_dim + 2]: the sum, and what is needed to weigh it
+                base = ((row * splits + split) * HEADS + kv_head * GROUP + member) * (HEAD_DIM + 2)
+                tl.store(partial + base[:, None] + d[None, :], acc, mask=is_member)
+                tl.store(partial + base + HEAD_DIM, highest, mask=member < GROUP)
+                tl.store(partial + base + HEAD_DIM + 1, total, mask=member < GROUP)
+            else:
+                tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_member)
 
 
 @triton.jit
-def _combine(partial, out, splits, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+def _combine(
+    partial, out, splits, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, HEAD_BLOCK)
     inside = d < HEAD_DIM
-    highest = tl.full([1], float("-inf"), tl.float32)
+    highest = tl.full([1], -1.0e30, tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([HEAD_BLOCK], tl.float32)
     for split in range(splits):
@@ -111,6 +137,14 @@ def splits_for(rows: int, kv_heads: int, device: torch.device) -> int:
     return max(1, min(_MAX_SPLITS, 2 * processors // (rows * kv_heads)))
 
 
+def _heads_at_once(programs: int, kv_heads: int) -> int:
+    """KV heads for one program: several, as long as there are programs enough for the GPU."""
+    at_once = 1
+    while kv_heads % (2 * at_once) == 0 and programs * kv_heads // (2 * at_once) >= _ENOUGH_PROGRAMS:
+        at_once *= 2
+    return at_once
+
+
 def decode_attention(
     q: Tensor,
     keys: Tensor,
@@ -131,10 +165,11 @@ def decode_attention(
     page, kv_heads = keys.shape[1], keys.shape[2]
     block = max(16, triton.next_power_of_2(head_dim))
     partial = q.new_empty(n, splits, heads, head_dim + 2, dtype=torch.float32) if splits > 1 else out
-    group = heads // kv_heads
+    group, early = heads // kv_heads, launches_early(q.device)
     if group > 16:
         raise ValueError(f"{group} query heads share a KV head; the kernel takes up to 16")
-    _decode[(n, kv_heads, splits)](
+    at_once = _heads_at_once(n * splits, kv_heads)
+    _decode[(n, kv_heads // at_once, splits)](
         q,
         keys,
         values,
@@ -154,13 +189,16 @@ def decode_attention(
         block,
         page,
         _DECODE_TILE,
+        at_once,
         splits > 1,
         "ieee" if q.dtype == torch.float32 else "tf32",
+        early,
         num_warps=4,
         num_stages=3,
+        **pdl(early),
     )
     if splits > 1:
-        _combine[(n, heads)](partial, out, splits, heads, head_dim, block, num_warps=1)
+        _combine[(n, heads)](partial, out, splits, heads, head_dim, block, early, num_warps=1, **pdl(early))
 
 
 @triton.jit
