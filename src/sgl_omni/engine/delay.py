@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DelayPattern:
     """Column k of row s is codebook k of frame ``s - delays[k]``.
 
@@ -26,7 +27,7 @@ class DelayPattern:
         """Each column one row later than the one before it."""
         return cls(tuple(range(columns)), eos_id, pad_id)
 
-    @property
+    @cached_property
     def longest(self) -> int:
         return max(self.delays)
 

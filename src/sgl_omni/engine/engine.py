@@ -70,6 +70,7 @@ class AutoregressiveEngine:
         self._runner = runner
         self._pool = pool
         self._scheduler = Scheduler(pool, limits)
+        self._ahead = runner if isinstance(runner, AheadRunner) else None
         self._launched: LaunchedStep | None = None
         self._generated = 0
 
@@ -123,9 +124,10 @@ class AutoregressiveEngine:
         self._scheduler.abort(request_id)
 
     def step(self) -> Sequence[EngineOutput]:
-        rows = self._step_ahead(self._runner) if isinstance(self._runner, AheadRunner) else self._step(self._runner)
-        taken = [self._take(request, row) for request, row in rows]
-        return [output for output in taken if output is not None]
+        rows = self._step(self._runner) if self._ahead is None else self._step_ahead(self._ahead)
+        self._generated += len(rows)
+        outputs = [self._output(request, ended) for request, ended in self._task.take_all(rows)]
+        return [output for output in outputs if output is not None]
 
     def _step(self, runner: Runner) -> list[tuple[Request, list[int]]]:
         chunks = self._scheduler.schedule()
@@ -153,14 +155,10 @@ class AutoregressiveEngine:
             "retractions": self._scheduler.retractions,
             "reused_tokens": self._scheduler.reused_tokens,
             "generated_rows": self._generated,
-            **(self._runner.stats() if isinstance(self._runner, AheadRunner) else {}),
+            **({} if self._ahead is None else self._ahead.stats()),
         }
 
-    def _take(self, request: Request, row: list[int]) -> EngineOutput | None:
-        ended = self._task.take(request, row)
-        self._generated += 1
-        if not ended and len(request.outputs) < request.due:
-            return None
+    def _output(self, request: Request, ended: bool) -> EngineOutput | None:
         chunk = self._task.chunk(request)
         chunks = [] if chunk is None else [chunk]
         if ended and not request.followers:

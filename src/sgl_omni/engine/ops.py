@@ -55,6 +55,8 @@ def partial_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
         if linear.is_few_rows(x, weight):
             return linear.partial_linear(x, weight)
+        if linear.is_split_well(x, weight):
+            return linear.halved_linear(x, weight)
     return F.linear(x, weight, bias)
 
 

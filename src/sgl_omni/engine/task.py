@@ -29,6 +29,11 @@ class Task(ABC):
     def take(self, request: Request, row: list[int]) -> bool:
         """Appends the row that was chosen, as the model is to see it; true where the sequence ends with it."""
 
+    def take_all(self, rows: Sequence[tuple[Request, list[int]]]) -> list[tuple[Request, bool]]:
+        """Takes the rows of a step. Returns the requests that have something to hand on, and whether each ended."""
+        taken = [(request, self.take(request, row)) for request, row in rows]
+        return [(request, ended) for request, ended in taken if ended or len(request.outputs) >= request.due]
+
     def chunk(self, request: Request) -> Payload | None:
         """What can be handed on now and has not been."""
         return None
@@ -224,6 +229,24 @@ class FrameTask(Task):
             due=self._hand_over.first + self._pattern.longest,
             task=_Audio(),
         )
+
+    def take_all(self, rows: Sequence[tuple[Request, list[int]]]) -> list[tuple[Request, bool]]:
+        """Most rows of most steps are in the middle of their audio, and change nothing but its length."""
+        eos, longest = self._pattern.eos_id, self._pattern.longest
+        found: list[tuple[Request, bool]] = []
+        for request, row in rows:
+            outputs = request.outputs
+            step = len(outputs)
+            last = min(request.frame_limit, request.max_outputs - 1)
+            if longest <= step < last and request.frame_end < 0 and row[0] != eos:
+                outputs.append(row)
+                if step + 1 >= request.due:
+                    found.append((request, False))
+            else:
+                ended = self.take(request, row)
+                if ended or step + 1 >= request.due:
+                    found.append((request, ended))
+        return found
 
     def take(self, request: Request, row: list[int]) -> bool:
         """The row may have the pattern's ids already, if the step was run where that is done."""

@@ -96,7 +96,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Ten
         delta is not None,
         block,
         early,
-        num_warps=8 if block >= 2048 else 4,
+        num_warps=16 if block >= 4096 else 4,
         **pdl(early),
     )
     return normed
@@ -231,7 +231,7 @@ def norm_rotate_write(
         norms is not None,
         early,
         _HEADS_AT_ONCE,
-        num_warps=2,
+        num_warps=4,
         **pdl(early),
     )
     return q

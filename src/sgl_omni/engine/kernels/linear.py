@@ -109,6 +109,24 @@ def is_few_rows(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+def is_split_well(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product of more rows gains from being made in two halves, whose sum is left to the next kernel."""
+    return (
+        x.is_cuda
+        and x.dtype == torch.bfloat16
+        and MOST_ROWS < x.shape[0] <= 2 * MOST_ROWS
+        and weight.shape[0] <= 4096
+        and x.shape[1] % 128 == 0
+    )
+
+
+def halved_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, inputs], weight [outputs, inputs] -> float32 [2, n, outputs], whose sum is the product."""
+    rows, inputs = x.shape
+    halves = x.view(rows, 2, inputs // 2).transpose(0, 1)
+    return torch.bmm(halves, weight.view(-1, 2, inputs // 2).permute(1, 2, 0), out_dtype=torch.float32)
+
+
 def partial_linear(x: Tensor, weight: Tensor, tiling: Tiling | None = None) -> Tensor:
     """x [n, inputs], weight [outputs, inputs] -> float32 [splits, n, outputs], whose sum is the product."""
     outputs = weight.shape[0]
