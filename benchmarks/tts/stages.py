@@ -31,8 +31,8 @@ def create_engine(
 ) -> EngineStage:
     """The decoder of ``benchmarks/engine.py`` of that name; frames go on ``chunk_frames`` at a time."""
     import torch
-    from engine import SHAPES, build_model
 
+    from engine import SHAPES, build_model
     from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
     from sgl_omni.engine.task import FrameTask, HandOver, InputSpec
 
