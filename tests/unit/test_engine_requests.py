@@ -17,7 +17,7 @@ from sgl_omni.engine.interface import Engine
 from sgl_omni.engine.model import CausalModel, StepModel, embed_rows
 from sgl_omni.engine.request import Chunk, Request
 from sgl_omni.engine.rope import RopeConfig
-from sgl_omni.engine.task import FrameTask, InputSpec, TokenTask
+from sgl_omni.engine.task import FrameTask, HandOver, InputSpec, TokenTask
 from sgl_omni.errors import InvalidRequest, StartupError
 
 COLUMNS, CODES, EOS, PAD = 3, 10, 10, 11
@@ -190,6 +190,46 @@ def test_frames_are_the_same_alone_and_in_a_pool_that_overflows() -> None:
         expected = np.concatenate([chunk["codes"] for chunk in chunks])
         assert np.array_equal(np.concatenate([chunk["codes"] for chunk in together[str(i)][0]]), expected)
         assert together[str(i)][1] == result
+
+
+def frames_of(device_rows: bool, abort: bool, **settings: Any) -> dict[str, tuple[list[int], dict[str, Any]]]:
+    """Codes and result of twelve requests, greedy and random ones, with limits and ends at all kinds of rows."""
+    model, pattern = tiny_model(COLUMNS), DelayPattern.staircase(COLUMNS, EOS, PAD)
+    model.pattern = pattern
+    inputs = InputSpec(vocab_sizes=(12,) * COLUMNS, hidden_size=16)
+    options = EngineSettings(**{"max_total_tokens": 400, "page_size": 4, "max_running_requests": 5, **settings})
+    task = FrameTask(inputs, pattern, hand_over=HandOver(2, 5))
+    engine = AutoregressiveEngine.build(model, task, options, device_rows=device_rows)
+    for i in range(12):
+        prompt = [[(i + j) % 9, j % 9, 1] for j in range(1 + i % 4)]
+        sampling = {"temperature": 0.9, "top_k": 6, "seed": i} if i % 2 else {}
+        engine.add(str(i), {"prompt_ids": prompt, "max_frames": 1 + i, **sampling})
+    if abort:
+        for _ in range(9):
+            engine.step()
+        engine.abort("1")
+        engine.abort("3")
+    return {
+        name: (np.concatenate([chunk["codes"] for chunk in chunks]).tolist() if chunks else [], result)
+        for name, (chunks, result) in run(engine).items()
+    }
+
+
+@pytest.mark.parametrize("abort", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"max_total_tokens": 120, "page_size": 2, "chunked_prefill_tokens": 2}])
+def test_frames_are_the_same_when_steps_are_launched_ahead(settings: dict[str, Any], abort: bool) -> None:
+    at_once = frames_of(False, abort, **settings)
+    ahead = frames_of(True, abort, **settings)
+    common = at_once.keys() & ahead.keys()
+    assert {str(i) for i in range(12) if i not in (1, 3)} <= common
+    assert {name: ahead[name] for name in common} == {name: at_once[name] for name in common}
+    assert {result["finish_reason"] for _, result in ahead.values()} == {"length", "stop"}
+
+
+def test_a_pattern_that_the_model_does_not_know_is_refused() -> None:
+    task = FrameTask(InputSpec(vocab_sizes=(12,) * COLUMNS, hidden_size=16), DelayPattern.staircase(COLUMNS, EOS, PAD))
+    with pytest.raises(StartupError, match="delay pattern"):
+        AutoregressiveEngine.build(tiny_model(COLUMNS), task, EngineSettings(max_total_tokens=64), device_rows=True)
 
 
 class Talking(CausalModel):

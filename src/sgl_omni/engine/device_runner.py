@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,20 +35,23 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launched:
-    """A step under way. ``owners``: whose outputs it will yield, with the sequence that each was at then."""
+    """A step under way."""
 
     owners: Sequence[tuple[Request, int]]
     _rows: Tensor
     _event: torch.cuda.Event | None
     _times: StepTimes
 
-    def read(self) -> list[tuple[Request, list[int]]]:
-        """Waits for the step. Rows of requests that have ended or gone on to another sequence are left out."""
+    def rows(self) -> npt.NDArray[np.int64]:
         if self._event is not None:
             started = time.perf_counter()
             self._event.synchronize()
             self._times.waiting += time.perf_counter() - started
-        rows: list[list[int]] = self._rows.numpy().tolist()  # twice as fast as the tensor's own
+        rows: npt.NDArray[np.int64] = self._rows.numpy()
+        return rows
+
+    def read(self) -> list[tuple[Request, list[int]]]:
+        rows: list[list[int]] = self.rows().tolist()
         return [
             (request, row)
             for (request, sequence), row in zip(self.owners, rows, strict=True)

@@ -10,10 +10,12 @@ from sgl_omni.engine.device_runner import DeviceRunner
 from sgl_omni.engine.interface import EngineOutput, Payload
 from sgl_omni.engine.kv_cache import KVCache, KVShape, PagePool, count_pages
 from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.quiet import QuietRows
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.runner import AheadRunner, LaunchedStep, ModelRunner, Runner
 from sgl_omni.engine.scheduler import Limits, Scheduler
 from sgl_omni.engine.task import Task
+from sgl_omni.errors import StartupError
 
 _ROWS_AHEAD = 32
 _MIXED_GRAPH_ROWS = 512
@@ -73,6 +75,7 @@ class AutoregressiveEngine:
         self._scheduler = Scheduler(pool, limits)
         self._ahead = runner if isinstance(runner, AheadRunner) else None
         self._launched: LaunchedStep | None = None
+        self._quiet = QuietRows(task)
         self._generated = 0
 
     @classmethod
@@ -98,6 +101,8 @@ class AutoregressiveEngine:
             cache = KVCache(model.kv_shape, pages, settings.page_size, model.device)
             runner = ModelRunner(model, cache, group_rows=settings.group_rows)
             return cls(task, runner, pool, settings.limits(max_positions))
+        if task.pattern != model.pattern:
+            raise StartupError("the task's delay pattern must be the model's too, whose steps fill it in on the device")
         longest = min(pool.capacity, max_positions or pool.capacity)
         batch = min(settings.cuda_graph_max_bs, settings.max_running_requests)
         ahead = DeviceRunner(
@@ -144,7 +149,12 @@ class AutoregressiveEngine:
         before, self._launched = self._launched, None
         if self._scheduler.repeat():
             self._launched = runner.repeat()
-        elif chunks := self._scheduler.schedule():
+            if before is not None and self._quiet.hold(before):
+                return []
+            self._generated += self._quiet.hand_out()
+            return [] if before is None else before.read()
+        self._generated += self._quiet.hand_out()
+        if chunks := self._scheduler.schedule():
             self._launched = runner.launch(chunks)
             self._scheduler.complete(chunks)
         return [] if before is None else before.read()

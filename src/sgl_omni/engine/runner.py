@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +24,15 @@ class Runner(Protocol):
 
 
 class LaunchedStep(Protocol):
+    @property
+    def owners(self) -> Sequence[tuple[Request, int]]:
+        """Whose outputs it yields, and the sequence that each was at then. Repetitions have the same list."""
+        ...
+
+    def rows(self) -> npt.NDArray[np.int64]:
+        """Waits for the step; ids [owners, columns], which the runner soon writes over."""
+        ...
+
     def read(self) -> list[tuple[Request, list[int]]]:
         """Waits for the step. Requests that have ended since, or gone on to another sequence, are left out."""
         ...

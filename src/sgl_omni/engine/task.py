@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,6 +21,9 @@ from sgl_omni.errors import InvalidRequest, StartupError
 
 class Task(ABC):
     """What an engine asks of a model about its requests. All state of a request lies in the request."""
+
+    pattern: DelayPattern | None = None
+    """Where outputs are frames of codes."""
 
     @abstractmethod
     def parse(self, request_id: str, payload: Payload) -> Request:
@@ -33,6 +37,14 @@ class Task(ABC):
         """Takes the rows of a step. Returns the requests that have something to hand on, and whether each ended."""
         taken = [(request, self.take(request, row)) for request, row in rows]
         return [(request, ended) for request, ended in taken if ended or len(request.outputs) >= request.due]
+
+    def quiet_rows(self, requests: Sequence[Request]) -> int:
+        """Rows that each can take before one of them has something to hand on or ends, unless by what a row says."""
+        return 0
+
+    def is_quiet(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Whether none of these rows [n, columns] ends its request by what it says."""
+        return False
 
     def chunk(self, request: Request) -> Payload | None:
         """What can be handed on now and has not been."""
@@ -212,7 +224,7 @@ class FrameTask(Task):
         hand_over: HandOver | None = None,
     ) -> None:
         self._inputs = inputs
-        self._pattern = pattern
+        self.pattern = pattern
         self._hand_over = hand_over or HandOver()
         self._default_max_frames = default_max_frames
 
@@ -223,16 +235,16 @@ class FrameTask(Task):
         return Request(
             request_id,
             self._inputs.prompt(payload),
-            max_outputs=frames + self._pattern.longest,
+            max_outputs=frames + self.pattern.longest,
             sampling=parse_sampling(payload),
             frame_limit=frames,
-            due=self._hand_over.first + self._pattern.longest,
+            due=self._hand_over.first + self.pattern.longest,
             task=_Audio(),
         )
 
     def take_all(self, rows: Sequence[tuple[Request, list[int]]]) -> list[tuple[Request, bool]]:
         """Most rows of most steps are in the middle of their audio, and change nothing but its length."""
-        eos, longest = self._pattern.eos_id, self._pattern.longest
+        eos, longest = self.pattern.eos_id, self.pattern.longest
         found: list[tuple[Request, bool]] = []
         for request, row in rows:
             outputs = request.outputs
@@ -248,37 +260,45 @@ class FrameTask(Task):
                     found.append((request, ended))
         return found
 
+    def quiet_rows(self, requests: Sequence[Request]) -> int:
+        if any(r.frame_end >= 0 or len(r.outputs) < self.pattern.longest for r in requests):
+            return 0
+        return min((min(r.frame_limit, r.max_outputs - 1, r.due - 1) - len(r.outputs) for r in requests), default=0)
+
+    def is_quiet(self, rows: npt.NDArray[np.int64]) -> bool:
+        return not (rows[:, 0] == self.pattern.eos_id).any()
+
     def take(self, request: Request, row: list[int]) -> bool:
         """The row may have the pattern's ids already, if the step was run where that is done."""
         audio: _Audio = request.task
         step = len(request.outputs)
-        if request.frame_end < 0 and (row[0] == self._pattern.eos_id or step >= request.frame_limit):
+        if request.frame_end < 0 and (row[0] == self.pattern.eos_id or step >= request.frame_limit):
             audio.cut = step >= request.frame_limit
             request.frame_end = step
-        if request.frame_end >= 0 or step < self._pattern.longest:
-            self._pattern.fill(row, step, _end(request))
+        if request.frame_end >= 0 or step < self.pattern.longest:
+            self.pattern.fill(row, step, _end(request))
         request.outputs.append(row)
         if request.is_at_limit:
             audio.cut = audio.cut or request.frame_end < 0
             request.finish_reason = "length" if audio.cut else "stop"
-        elif request.frame_end >= 0 and step + 1 >= request.frame_end + self._pattern.longest:
+        elif request.frame_end >= 0 and step + 1 >= request.frame_end + self.pattern.longest:
             request.finish_reason = "length" if audio.cut else "stop"
         return request.finish_reason is not None
 
     def chunk(self, request: Request) -> Payload | None:
-        known = self._pattern.known_frames(len(request.outputs), _end(request))
+        known = self.pattern.known_frames(len(request.outputs), _end(request))
         if known == request.sent:
             return None
-        codes = self._pattern.frames(request.outputs, request.sent, known)
+        codes = self.pattern.frames(request.outputs, request.sent, known)
         request.sent = known
-        request.due = known + self._hand_over.frames_after(known) + self._pattern.longest
+        request.due = known + self._hand_over.frames_after(known) + self.pattern.longest
         return {"codes": codes}
 
     def result(self, request: Request) -> Payload:
         return {
             "finish_reason": request.finish_reason,
             "input_tokens": request.prompt_length,
-            "output_tokens": self._pattern.known_frames(len(request.outputs), _end(request)),
+            "output_tokens": self.pattern.known_frames(len(request.outputs), _end(request)),
         }
 
 
