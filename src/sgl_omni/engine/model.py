@@ -38,6 +38,10 @@ class StepModel(ABC):
     def embed_ids(self, ids: Tensor) -> Tensor:
         """ids int64 [n, columns] -> [n, hidden]."""
 
+    def embed_outputs(self, rows: Tensor) -> Tensor:
+        """The same for rows that are all outputs, where a model can do with less."""
+        return self.embed_ids(rows)
+
     def embed(self, chunks: Sequence[Chunk]) -> Tensor:
         """Inputs of all rows of the chunks [n, hidden]: prompts, then the outputs' own embeddings.
 
@@ -70,7 +74,7 @@ def embed_rows(model: StepModel, chunks: Sequence[Chunk]) -> Tensor:
     """Embeds the ids of prompts and outputs in one go, and puts embeddings that were given in their places."""
     if all(chunk.is_decode for chunk in chunks):
         last = [chunk.request.outputs[chunk.start - chunk.request.prompt_length] for chunk in chunks]
-        return model.embed_ids(torch.tensor(last, device=model.device))
+        return model.embed_outputs(torch.tensor(last, device=model.device))
     ids: list[Tensor] = []
     given: list[tuple[int, Tensor]] = []
     row = 0
