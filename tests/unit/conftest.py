@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ class Seen:
 Churn = Callable[[Engine, Mapping[str, dict[str, Any]], str], dict[str, Seen]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Products this small only wait for a second thread."""
     before = torch.get_num_threads()
@@ -65,3 +66,35 @@ def _churn(engine: Engine, payloads: Mapping[str, dict[str, Any]], seed: str) ->
     assert (stats["running"], stats["queued"], stats["kv_used_tokens"]) == (0, 0, 0)
     assert all(seen[name].result for name in payloads)
     return seen
+
+
+@dataclass(frozen=True)
+class TinyCheckpoint:
+    """A random checkpoint on disk, and transformers' own model of it."""
+
+    folder: Path
+    reference: Any
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.Qwen3Config(
+        vocab_size=131,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        initializer_range=0.3,
+    )
+    reference = transformers.Qwen3ForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("qwen3")
+    reference.save_pretrained(folder)
+    return TinyCheckpoint(folder, reference)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from sgl_omni.engine.layers import Attention, GatedMLP, RMSNorm
 from sgl_omni.engine.moe import MoE
 from sgl_omni.engine.rope import Rope
 from sgl_omni.engine.shard import Shard
+from sgl_omni.errors import StartupError
 
 
 class DecoderLayer(nn.Module):
@@ -54,9 +55,14 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Layers and the last norm: embeddings in, hidden states out. Embedding and heads belong to the model."""
 
-    def __init__(self, config: DecoderConfig, shard: Shard | None = None) -> None:
+    def __init__(self, config: DecoderConfig, shard: Shard | None = None, kept_layers: Sequence[int] = ()) -> None:
+        """``kept_layers``: layers whose inputs are returned too. Raises ``StartupError`` for one that is not there."""
         super().__init__()
+        for layer in kept_layers:
+            if not 0 <= layer < config.num_layers:
+                raise StartupError(f"the decoder has layers 0..{config.num_layers - 1}, not {layer}")
         self.config = config
+        self.kept_layers = tuple(kept_layers)
         self.shard = shard or Shard()
         self.layers = nn.ModuleList(DecoderLayer(i, config, self.shard) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -68,14 +74,17 @@ class Decoder(nn.Module):
         return KVShape(self.config.num_layers, heads, self.config.head_dim, self.norm.weight.dtype)
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """x [n, hidden], positions int64 [axes, n] -> [n, hidden], normed."""
+        """x [n, hidden], positions int64 [axes, n] -> [n, hidden], normed; then, side by side, each kept layer's."""
         if self._rope is None:  # not before: until the weights are loaded the module is on the meta device
             self._rope = Rope(self.config.rope, self.config.head_dim, x.device)
         rotation = self._rope(positions, x.dtype)
-        for layer in self.layers:
+        kept = {}
+        for i, layer in enumerate(self.layers):
+            if i in self.kept_layers:
+                kept[i] = x
             x = layer(x, rotation, attend)
         normed: Tensor = self.norm(x)
-        return normed
+        return torch.cat([normed, *(kept[i] for i in self.kept_layers)], 1) if kept else normed
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         """``prefix`` ends with a dot, e.g. ``model.``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from sgl_omni.engine.request import Request
 from sgl_omni.engine.runner import ModelRunner, Runner
 from sgl_omni.engine.scheduler import Limits, Scheduler
 from sgl_omni.engine.task import Task
+from sgl_omni.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class EngineSettings:
 
 
 class AutoregressiveEngine:
-    """Implements ``sgl_omni.engine.interface.Engine`` for any model that has a task and a runner."""
+    """Implements ``sgl_omni.engine.interface.FedEngine`` for any model that has a task and a runner."""
 
     def __init__(self, task: Task, runner: Runner, pool: PagePool, limits: Limits) -> None:
         self._task = task
@@ -80,6 +81,12 @@ class AutoregressiveEngine:
     def add(self, request_id: str, payload: Payload) -> None:
         self._scheduler.add(self._task.parse(request_id, payload))
 
+    def extend(self, request_id: str, payload: Payload) -> None:
+        self._feed(request_id, lambda request: self._task.extend(request, payload))
+
+    def finish_input(self, request_id: str) -> None:
+        self._feed(request_id, self._task.finish_input)
+
     def abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id)
 
@@ -101,6 +108,17 @@ class AutoregressiveEngine:
             "reused_tokens": self._scheduler.reused_tokens,
             "generated_rows": self._generated,
         }
+
+    def _feed(self, request_id: str, take: Callable[[Request], None]) -> None:
+        request = self._scheduler.find(request_id)
+        if request is None:
+            return
+        try:
+            with self._scheduler.changing(request):
+                take(request)
+        except InvalidRequest:
+            self._scheduler.remove(request)
+            raise
 
     def _take(self, request: Request, row: list[int]) -> EngineOutput | None:
         ended = self._task.take(request, row)

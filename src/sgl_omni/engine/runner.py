@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sgl_omni.engine.attention import AttentionBackend, AttentionSpan, TorchAttention
+from sgl_omni.engine.hidden import collect
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.request import Chunk, Request
@@ -62,6 +63,7 @@ class ModelRunner:
             x = torch.cat([x, x.new_zeros(padding, x.shape[1])])
         spans = [AttentionSpan(chunk.start, chunk.stop, chunk.request.pages) for chunk in chunks]
         hidden = model.forward(x, self._positions(chunks, padding), self._attention.begin(self._cache, spans))
+        collect(model, hidden, chunks)
         ends = _ends(chunks)
         results: list[list[int] | None] = [None] * len(chunks)
         if not ends:
