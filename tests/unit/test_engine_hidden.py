@@ -68,7 +68,7 @@ def test_a_prefix_that_is_known_is_run_again_for_its_hidden_states(tiny_qwen3: A
 @pytest.mark.parametrize("layers", [[1], [-1, 5], [], "last", [None]])
 def test_a_layer_that_is_not_kept_is_refused(tiny_qwen3: Any, layers: Any) -> None:
     engine = engine_for(CausalModel.load(tiny_qwen3.folder, kept_layers=[2]), max_total_tokens=64)
-    with pytest.raises(InvalidRequest, match="hidden.state"):
+    with pytest.raises(InvalidRequest, match=r"hidden.state"):
         engine.add("bad", {"prompt_ids": [1], "hidden_states": layers})
 
 

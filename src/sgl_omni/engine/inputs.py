@@ -54,14 +54,12 @@ class ArrivingInput:
         self.count = count
 
 
-def begin_input(payload: dict[str, Any], fallback: Tensor, spec: InputSpec) -> ArrivingInput | None:
+def begin_input(payload: dict[str, Any], fallback: Tensor, spec: InputSpec) -> ArrivingInput:
     """Reads ``input_open`` (rows for outputs may come later), ``prompt_open`` (so may more of the prompt), and rows.
 
-    None where nothing is to be added at all. Raises ``InvalidRequest`` for rows of another shape.
+    Raises ``InvalidRequest`` for rows of another shape.
     """
     is_open, prompt_open = bool(payload.get("input_open")), bool(payload.get("prompt_open"))
-    if not is_open and not prompt_open and payload.get("added_embeddings") is None:
-        return None
     inputs = ArrivingInput(fallback, prompt_open=prompt_open)
     _take_added(inputs, payload, spec)
     inputs.ended = not is_open and not prompt_open

@@ -20,12 +20,16 @@ from sgl_omni.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next id is drawn. A temperature of 0 is greedy; ``top_k`` 0 and ``top_p`` 1 leave all ids."""
+    """How the next id is drawn. A temperature of 0 is greedy; ``top_k`` 0 and ``top_p`` 1 leave all ids.
+
+    ``repetition_penalty`` is for models whose rule knows it; 1 is none.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         """Raises ``InvalidRequest`` for values that mean nothing."""
@@ -33,6 +37,10 @@ class Sampling:
             raise InvalidRequest(f"temperature must be 0 or more, not {self.temperature}", param="temperature")
         if self.top_k < 0:
             raise InvalidRequest(f"top_k must be 0 (all ids) or more, not {self.top_k}", param="top_k")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise InvalidRequest(
+                f"repetition_penalty must be above 0, not {self.repetition_penalty}", param="repetition_penalty"
+            )
         if not 0 < self.top_p <= 1:
             raise InvalidRequest(f"top_p must be above 0 and at most 1, not {self.top_p}", param="top_p")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.hidden import LAST, HiddenRows
-from sgl_omni.engine.inputs import begin_input, end_input, extend_input
+from sgl_omni.engine.inputs import ArrivingInput, begin_input, end_input, extend_input
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Prompt, Request, Sampling
 from sgl_omni.errors import InvalidRequest
@@ -138,6 +138,7 @@ def parse_sampling(payload: Payload) -> Sampling:
         temperature=number(payload, "temperature", 0.0),
         top_k=whole_number(payload, "top_k", 0),
         top_p=number(payload, "top_p", 1.0),
+        repetition_penalty=number(payload, "repetition_penalty", 1.0),
         seed=secrets.randbits(62) if payload.get("seed") is None else seed,
     )
 
@@ -171,11 +172,16 @@ class TokenTask(Task):
             max_outputs=whole_number(payload, "max_new_tokens", self._default_max_new_tokens),
             sampling=parse_sampling(payload),
             hidden=None if hidden is None else HiddenRows.parse(hidden, self._kept_layers),
-            inputs=begin_input(payload, torch.zeros(self._inputs.hidden_size), self._inputs),
+            inputs=self._input(payload),
             task=_TokenOptions(
                 frozenset() if payload.get("ignore_eos") else self._eos_ids, bool(payload.get("stream"))
             ),
         )
+
+    def _input(self, payload: Payload) -> ArrivingInput | None:
+        if not any(key in payload for key in ("input_open", "prompt_open", "added_embeddings")):
+            return None
+        return begin_input(payload, torch.zeros(self._inputs.hidden_size), self._inputs)
 
     def extend(self, request: Request, payload: Payload) -> None:
         extend_input(request, payload, self._inputs)
