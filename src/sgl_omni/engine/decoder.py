@@ -13,6 +13,7 @@ from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Attention, GatedMLP, RMSNorm
 from sgl_omni.engine.moe import MoE
+from sgl_omni.engine.ops import whole
 from sgl_omni.engine.rope import Rope
 from sgl_omni.engine.shard import Shard
 from sgl_omni.errors import StartupError
@@ -41,9 +42,13 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, shard, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rotation, attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(
+        self, x: Tensor, delta: Tensor | None, rotation: tuple[Tensor, Tensor], attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Takes and returns the residual stream and what is still to be added to it, so that a norm adds it."""
+        x, normed = self.input_norm.add(x, delta)
+        x, normed = self.mlp_norm.add(x, self.attention(normed, rotation, attend))
+        return x, self.mlp(normed)
 
     def slots(self, name: str) -> Iterator[Slot]:
         yield from self.input_norm.slots(f"{name}.input_layernorm")
@@ -79,11 +84,12 @@ class Decoder(nn.Module):
             self._rope = Rope(self.config.rope, self.config.head_dim, x.device)
         rotation = self._rope(positions, x.dtype)
         kept = {}
+        delta: Tensor | None = None
         for i, layer in enumerate(self.layers):
             if i in self.kept_layers:
-                kept[i] = x
-            x = layer(x, rotation, attend)
-        normed: Tensor = self.norm(x)
+                kept[i] = x.clone() if delta is None else x + whole(delta, x.dtype)
+            x, delta = layer(x, delta, rotation, attend)
+        _, normed = self.norm.add(x, delta)
         return torch.cat([normed, *(kept[i] for i in self.kept_layers)], 1) if kept else normed
 
     def slots(self, prefix: str) -> Iterator[Slot]:

@@ -13,6 +13,7 @@ from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.decoder import Decoder, materialise
 from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.hidden import LAST
 from sgl_omni.engine.inputs import add_arrived
 from sgl_omni.engine.kv_cache import KVShape
@@ -27,6 +28,11 @@ class StepModel(ABC):
     columns: int = 1
     axes: int = 1
     """Axes of the positions."""
+    pattern: DelayPattern | None = None
+    """Where outputs are frames of codes; on a GPU the step itself fills the pattern's ids in."""
+
+    asks_host: bool = False
+    """Whether ``rule``, ``choose`` or ``complete`` look at requests; such steps do not run in device rows."""
 
     @property
     @abstractmethod
@@ -114,6 +120,7 @@ class CausalModel(nn.Module, StepModel):
         column_offsets: Sequence[int] = (0,),
         embedding_rows: int | None = None,
         head_size: int | None = None,
+        pattern: DelayPattern | None = None,
         shard: Shard | None = None,
         kept_layers: Sequence[int] = (),
     ) -> None:
@@ -125,6 +132,7 @@ class CausalModel(nn.Module, StepModel):
         self.config = config
         self.columns = columns
         self.axes = config.rope.num_axes
+        self.pattern = pattern
         self.embedding = Embedding(embedding_rows or config.vocab_size, config.hidden_size, column_offsets)
         self.decoder = Decoder(config, shard, kept_layers)
         tied = config.tied_embeddings

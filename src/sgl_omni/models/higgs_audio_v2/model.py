@@ -21,6 +21,7 @@ from sgl_omni.engine.delay import forced_ids
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Attention, Embedding, GatedMLP, RMSNorm, parameter
 from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.ops import whole
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.rope import Rope
 from sgl_omni.engine.shard import Shard
@@ -35,10 +36,6 @@ class _Feed(nn.Module):
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, shard, bias=config.mlp_bias)
-
-    def feed(self, x: Tensor) -> Tensor:
-        result: Tensor = self.mlp(self.mlp_norm(x))
-        return result
 
     def slots(self, name: str, prefix: str) -> Iterator[Slot]:
         yield from self.input_norm.slots(f"{name}.{prefix}input_layernorm")
@@ -62,15 +59,27 @@ class HiggsLayer(nn.Module):
         self.text = _Feed(config, shard)
         self.audio = _Feed(config, shard)
 
-    def forward(self, x: Tensor, is_audio: Tensor | None, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """``is_audio`` bool [n, 1], or none where every row is audio, which spares the text MLP."""
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        is_audio: Tensor | None,
+        rotation: tuple[Tensor, Tensor],
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor]:
+        """Takes and returns the residual stream and what is still to be added to it.
+
+        ``is_audio`` bool [n, 1], or none where every row is audio, which spares the text MLP.
+        """
         text, audio = self.text, self.audio
-        normed = audio.input_norm(x)
-        if is_audio is not None:
-            normed = torch.where(is_audio, normed, text.input_norm(x))
-        x = x + self.attention(normed, rotation, attend)
-        fed = audio.feed(x)
-        return x + (fed if is_audio is None else torch.where(is_audio, fed, text.feed(x)))
+        x, normed = audio.input_norm.add(x, delta)
+        if is_audio is None:
+            x, normed = audio.mlp_norm.add(x, self.attention(normed, rotation, attend))
+            return x, audio.mlp(normed)
+        normed = torch.where(is_audio, normed, text.input_norm(x))
+        x, normed = audio.mlp_norm.add(x, self.attention(normed, rotation, attend))
+        fed = whole(text.mlp(text.mlp_norm(x)), x.dtype)
+        return x, torch.where(is_audio, whole(audio.mlp(normed), x.dtype), fed)
 
     def slots(self, name: str) -> Iterator[Slot]:
         yield from self.attention.slots(f"{name}.self_attn")
@@ -84,6 +93,8 @@ class HiggsModel(nn.Module, StepModel):
     Rows that ``embed_ids`` made are [n, hidden + 1]: the last column is 1 for audio and 0 for text. Rows that
     ``embed_outputs`` made are [n, hidden]: a model only ever outputs audio.
     """
+
+    asks_host = True
 
     def __init__(self, spec: HiggsSpec, shard: Shard | None = None) -> None:
         super().__init__()
@@ -134,10 +145,10 @@ class HiggsModel(nn.Module, StepModel):
             self._rope = Rope(config.rope, config.head_dim, x.device)
         rotation = self._rope(positions, x.dtype)
         is_audio = None if x.shape[1] == config.hidden_size else x[:, config.hidden_size :] > 0
-        x = x[:, : config.hidden_size]
+        x, delta = x[:, : config.hidden_size].contiguous(), None
         for layer in self.layers:
-            x = layer(x, is_audio, rotation, attend)
-        normed: Tensor = self.norm(x)
+            x, delta = layer(x, delta, is_audio, rotation, attend)
+        _, normed = self.norm.add(x, delta)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -48,6 +48,8 @@ class Projection(nn.Module):
 class TalkerModel(nn.Module, StepModel):
     """Rows of ``num_codes`` ids: the first is chosen from the talker's logits, the others by its code predictor."""
 
+    asks_host = True
+
     def __init__(self, spec: TalkerSpec) -> None:
         super().__init__()
         self.spec = spec
