@@ -42,8 +42,6 @@ class ArrivingInput:
         """Rows [n, hidden] for the outputs that follow. Raises ``InvalidRequest`` before the end of the prompt."""
         if self.prompt_open:
             raise InvalidRequest("rows for outputs arrived before the end of the prompt", param="added_embeddings")
-        if not bool(torch.isfinite(rows).all()):
-            raise InvalidRequest("the added embeddings are not all finite", param="added_embeddings")
         count, fallback = self.count + len(rows), self.rows[self.count].clone()
         if count >= len(self.rows):
             grown = self.rows.new_empty(2 * count + 1, self.rows.shape[1])
@@ -95,7 +93,7 @@ def end_input(request: Request) -> None:
 def _take_added(inputs: ArrivingInput, payload: dict[str, Any], spec: InputSpec) -> None:
     added = payload.get("added_embeddings")
     if added is not None:
-        inputs.append(spec.embeddings(added, "added_embeddings"))
+        inputs.append(spec.finite_embeddings(added, "added_embeddings"))
 
 
 def added_rows(rows: Tensor, count: Tensor, steps: Tensor) -> Tensor:

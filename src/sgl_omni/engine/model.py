@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
+from sgl_omni.engine.cross_attention import SourceShape
 from sgl_omni.engine.decoder import Decoder, materialise
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.delay import DelayPattern
@@ -41,6 +42,15 @@ class StepModel(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device: ...
+
+    @property
+    def source_shape(self) -> SourceShape | None:
+        """Of an encoder's output, where the model attends over one; ``forward`` then gets a ``SourceAttend``."""
+        return None
+
+    def source_kv(self, source: Tensor) -> Tensor:
+        """Keys and values [layers, 2, frames, kv_heads, head_dim] of an encoder's output [frames, width]."""
+        raise NotImplementedError
 
     @abstractmethod
     def embed_ids(self, ids: Tensor) -> Tensor:

@@ -153,7 +153,9 @@ class Request:
     at which they are cut. ``due``: there is nothing to hand on before this many outputs are known. ``task`` is state
     that belongs to the model's own code. ``followers`` are the sequences that come
     after this one, each from an empty context; ``drawn`` counts the outputs of those that have ended. ``hidden`` is
-    there where hidden states are asked for, ``inputs`` where some of the input comes later.
+    there where hidden states are asked for, ``inputs`` where some of the input comes later,
+    ``source`` [frames, width] where an encoder's output is attended over, and then ``place``, where its keys and
+    values lie from the first step on.
     """
 
     id: str
@@ -165,6 +167,8 @@ class Request:
     drawn: int = 0
     hidden: HiddenRows | None = None
     inputs: ArrivingInput | None = None
+    source: Tensor | None = None
+    place: int = -1
     arrival: int = -1
     outputs: list[list[int]] = field(default_factory=list[list[int]])
     finish_reason: str | None = None

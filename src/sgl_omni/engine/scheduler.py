@@ -110,10 +110,12 @@ class Scheduler:
                 param="max_new_tokens",
             )
 
-    def abort(self, request_id: str) -> None:
-        """Frees all that requests of this id hold. Unknown ids are ignored."""
-        for request in [r for r in (*self._running, *self._waiting) if r.id == request_id]:
+    def abort(self, request_id: str) -> Sequence[Request]:
+        """Frees all that requests of this id hold, and returns these. Unknown ids are ignored."""
+        aborted = [r for r in (*self._running, *self._waiting) if r.id == request_id]
+        for request in aborted:
             self.remove(request)
+        return aborted
 
     def remove(self, request: Request) -> None:
         """Frees all that a request holds: it has finished, or is aborted."""
@@ -225,9 +227,10 @@ class Scheduler:
             del request.pages[needed:]
 
     def _find_keys(self, request: Request) -> None:
-        """Rows whose hidden states are asked for must all be run."""
+        """None for a prompt that is not whole, or whose rows must all be run, or depend on more than the prompt."""
         still_open = request.inputs is not None and request.inputs.prompt_open
-        if self._limits.reuse_prefixes and request.hidden is None and not still_open:
+        alone = request.hidden is None and request.source is None
+        if self._limits.reuse_prefixes and alone and not still_open:
             request.page_keys = request.prompt.page_keys(self._pool.page_size)
 
     def _take_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:

@@ -98,6 +98,13 @@ class InputSpec:
             )
         return rows
 
+    def finite_embeddings(self, value: Any, param: str) -> Tensor:
+        """As ``embeddings``, and no infinities among them."""
+        rows = self.embeddings(value, param)
+        if not bool(torch.isfinite(rows).all()):
+            raise InvalidRequest(f"{param} are not all finite", param=param)
+        return rows
+
     def _positions(self, value: Any) -> Tensor:
         positions = torch.atleast_2d(_integers(value, "positions"))
         if positions.shape[0] != self.axes:
