@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -59,9 +61,15 @@ class DelayPattern:
         known = max(0, rows - self.longest)
         return known if end is None else min(known, end)
 
-    def frames(self, rows: Sequence[Sequence[int]], start: int, stop: int) -> list[list[int]]:
-        """The codes of known frames: a list of [codebooks]."""
-        return [[rows[frame + delay][k] for k, delay in enumerate(self.delays)] for frame in range(start, stop)]
+    def frames(self, rows: Sequence[Sequence[int]], start: int, stop: int) -> npt.NDArray[np.int16]:
+        """The codes of known frames [stop - start, codebooks]."""
+        block = np.asarray(rows[start : stop + self.longest], dtype=np.int16)
+        frame = np.arange(stop - start)[:, None]
+        return block[frame + self._delays, np.arange(len(self.delays))]
+
+    @cached_property
+    def _delays(self) -> npt.NDArray[np.int64]:
+        return np.asarray(self.delays)
 
 
 def forced_ids(steps: Tensor, ends: Tensor, delays: Tensor, before_id: int, after_id: int) -> Tensor:

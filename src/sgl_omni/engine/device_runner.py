@@ -47,7 +47,7 @@ class Launched:
             started = time.perf_counter()
             self._event.synchronize()
             self._times.waiting += time.perf_counter() - started
-        rows: list[list[int]] = self._rows.tolist()
+        rows: list[list[int]] = self._rows.numpy().tolist()  # twice as fast as the tensor's own
         return [
             (request, row)
             for (request, sequence), row in zip(self.owners, rows, strict=True)

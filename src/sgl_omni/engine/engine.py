@@ -51,7 +51,7 @@ class EngineSettings:
             shape, self.page_size, max_total_tokens=self.max_total_tokens, kv_cache_bytes=self.kv_cache_bytes
         )
 
-    def limits(self, max_positions: int | None, *, ahead: bool = False) -> Limits:
+    def limits(self, max_positions: int | None, *, ahead: bool = False, step_rows: int | None = None) -> Limits:
         """``ahead``: for a runner that launches a step before it has read the last."""
         invariant = self.group_rows is not None
         return Limits(
@@ -60,6 +60,7 @@ class EngineSettings:
             fixed_chunks=invariant,
             max_positions=max_positions,
             reuse_prefixes=self.reuse_prefixes and not invariant,
+            step_rows=step_rows,
             rows_ahead=_ROWS_AHEAD if ahead else 0,
         )
 
@@ -122,7 +123,10 @@ class AutoregressiveEngine:
             graph_batch=batch,
             graph_rows=min(_MIXED_GRAPH_ROWS, settings.chunked_prefill_tokens + batch),
         )
-        return cls(task, ahead, pool, settings.limits(max_positions, ahead=True))
+        # A prompt that is cut into pieces which fit a graph is sooner through than one that is launched by kernels.
+        largest = ahead.graphs.buckets[-1] if ahead.graphs else None
+        step_rows = max(largest, settings.max_running_requests + 64) if largest else None
+        return cls(task, ahead, pool, settings.limits(max_positions, ahead=True, step_rows=step_rows))
 
     @property
     def runner(self) -> Runner | AheadRunner:

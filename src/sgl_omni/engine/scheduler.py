@@ -22,6 +22,7 @@ class Limits:
     ``fixed_chunks``: a chunk never depends on what else runs: it is the prompt's next ``prefill_tokens`` rows, run
     as soon as the step has any room left.
     ``max_positions``: the longest sequence that the model can attend over.
+    ``step_rows``: rows of a step in all; prompts wait where they would exceed it.
     ``rows_ahead``: a running request has pages for so many more rows than it needs now, as long as nobody else wants
     them; with it ``repeat`` may be asked.
     """
@@ -31,6 +32,7 @@ class Limits:
     fixed_chunks: bool = False
     max_positions: int | None = None
     reuse_prefixes: bool = True
+    step_rows: int | None = None
     rows_ahead: int = 0
 
     def __post_init__(self) -> None:
@@ -141,7 +143,7 @@ class Scheduler:
         """The rows of the next step: one for each decoding request, then prompts as far as the budget goes."""
         self._settle()
         self._make_room_for_outputs()
-        budget = self._limits.prefill_tokens
+        budget = self._prompt_rows()
         chunks: list[Chunk] = []
         for request in self._running:
             if request.launched >= request.max_outputs or request.is_blocked:
@@ -232,6 +234,13 @@ class Scheduler:
         alone = request.hidden is None and request.source is None
         if self._limits.reuse_prefixes and alone and not still_open:
             request.page_keys = request.prompt.page_keys(self._pool.page_size)
+
+    def _prompt_rows(self) -> int:
+        """Rows for prompts in the next step."""
+        budget, most = self._limits.prefill_tokens, self._limits.step_rows
+        if most is None:
+            return budget
+        return max(1, min(budget, most - sum(request.is_decoding for request in self._running)))
 
     def _take_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
         most = self._limits.prefill_tokens if self._limits.fixed_chunks else budget

@@ -319,7 +319,7 @@ class FrameTask(Task):
         codes = self._pattern.frames(request.outputs, request.sent, known)
         request.sent = known
         request.due = known + self._hand_over.frames_after(known) + self._pattern.longest
-        return {"codes": np.asarray(codes, dtype=np.int16)}
+        return {"codes": codes}
 
     def result(self, request: Request) -> Payload:
         return {

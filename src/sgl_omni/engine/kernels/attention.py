@@ -17,7 +17,7 @@ _MAX_SPLITS = 16
 _ENOUGH_PROGRAMS = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "window", "table_stride"])
 def _decode(
     q,
     keys,
@@ -102,7 +102,7 @@ def _decode(
                 tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_member)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine(
     partial, out, splits, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
@@ -138,11 +138,8 @@ def splits_for(rows: int, kv_heads: int, device: torch.device) -> int:
 
 
 def _heads_at_once(programs: int, kv_heads: int) -> int:
-    """KV heads for one program: several, as long as there are programs enough for the GPU."""
-    at_once = 1
-    while kv_heads % (2 * at_once) == 0 and programs * kv_heads // (2 * at_once) >= _ENOUGH_PROGRAMS:
-        at_once *= 2
-    return at_once
+    """KV heads for one program: two, where that leaves programs enough for the GPU."""
+    return 2 if kv_heads % 2 == 0 and programs * kv_heads >= 2 * _ENOUGH_PROGRAMS else 1
 
 
 def decode_attention(

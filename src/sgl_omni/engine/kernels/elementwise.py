@@ -40,7 +40,7 @@ def _summed(source, inside, part_stride, parts):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _add_norm(
     x,
     delta,
@@ -125,7 +125,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 _HEADS_AT_ONCE = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _norm_rotate_write(
     qkv,
     q_weight,

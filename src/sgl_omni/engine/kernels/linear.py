@@ -29,7 +29,7 @@ def _prefetch(weight, first_row, row_stride, first_k, ROWS: tl.constexpr, LINES:
     prefetch_l2(weight + row[:, None].to(tl.int64) * row_stride + first_k + line[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _linear(
     x_tiles,
     weight,
