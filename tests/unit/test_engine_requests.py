@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
-from sgl_omni.engine.interface import Engine
+from sgl_omni.engine.interface import Engine, EngineOutput
 from sgl_omni.engine.model import CausalModel, StepModel, embed_rows
 from sgl_omni.engine.request import Chunk, Request
 from sgl_omni.engine.rope import RopeConfig
@@ -204,15 +205,23 @@ def frames_of(device_rows: bool, abort: bool, **settings: Any) -> dict[str, tupl
         prompt = [[(i + j) % 9, j % 9, 1] for j in range(1 + i % 4)]
         sampling = {"temperature": 0.9, "top_k": 6, "seed": i} if i % 2 else {}
         engine.add(str(i), {"prompt_ids": prompt, "max_frames": 1 + i, **sampling})
+    first = [output for _ in range(9) for output in engine.step()]
     if abort:
-        for _ in range(9):
-            engine.step()
         engine.abort("1")
         engine.abort("3")
-    return {
-        name: (np.concatenate([chunk["codes"] for chunk in chunks]).tolist() if chunks else [], result)
-        for name, (chunks, result) in run(engine).items()
-    }
+    codes: dict[str, list[int]] = {}
+    results: dict[str, tuple[list[int], dict[str, Any]]] = {}
+    for output in chain(first, stepping(engine)):
+        for chunk in output.chunks:
+            codes.setdefault(output.request_id, []).extend(chunk["codes"].tolist())
+        if output.result is not None:
+            results[output.request_id] = (codes.get(output.request_id, []), output.result)
+    return results
+
+
+def stepping(engine: Engine) -> Iterator[EngineOutput]:
+    while engine.has_work:
+        yield from engine.step()
 
 
 @pytest.mark.parametrize("abort", [False, True])

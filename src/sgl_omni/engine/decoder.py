@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,10 @@ from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Attention, GatedMLP, RMSNorm
 from sgl_omni.engine.moe import MoE
+from sgl_omni.engine.ops import whole
 from sgl_omni.engine.rope import Rope
 from sgl_omni.engine.shard import Shard
+from sgl_omni.errors import StartupError
 
 
 class DecoderLayer(nn.Module):
@@ -58,9 +60,14 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Layers and the last norm: embeddings in, hidden states out. Embedding and heads belong to the model."""
 
-    def __init__(self, config: DecoderConfig, shard: Shard | None = None) -> None:
+    def __init__(self, config: DecoderConfig, shard: Shard | None = None, kept_layers: Sequence[int] = ()) -> None:
+        """``kept_layers``: layers whose inputs are returned too. Raises ``StartupError`` for one that is not there."""
         super().__init__()
+        for layer in kept_layers:
+            if not 0 <= layer < config.num_layers:
+                raise StartupError(f"the decoder has layers 0..{config.num_layers - 1}, not {layer}")
         self.config = config
+        self.kept_layers = tuple(kept_layers)
         self.shard = shard or Shard()
         self.layers = nn.ModuleList(DecoderLayer(i, config, self.shard) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -72,15 +79,18 @@ class Decoder(nn.Module):
         return KVShape(self.config.num_layers, heads, self.config.head_dim, self.norm.weight.dtype)
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """x [n, hidden], positions int64 [axes, n] -> [n, hidden], normed."""
+        """x [n, hidden], positions int64 [axes, n] -> [n, hidden], normed; then, side by side, each kept layer's."""
         if self._rope is None:  # not before: until the weights are loaded the module is on the meta device
             self._rope = Rope(self.config.rope, self.config.head_dim, x.device)
         rotation = self._rope(positions, x.dtype)
+        kept = {}
         delta: Tensor | None = None
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
+            if i in self.kept_layers:
+                kept[i] = x.clone() if delta is None else x + whole(delta, x.dtype)
             x, delta = layer(x, delta, rotation, attend)
         _, normed = self.norm.add(x, delta)
-        return normed
+        return torch.cat([normed, *(kept[i] for i in self.kept_layers)], 1) if kept else normed
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         """``prefix`` ends with a dot, e.g. ``model.``."""

@@ -32,6 +32,7 @@ _QWEN3_MOE = Family(qk_norm=True, experts=True)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": Family(),
+        "higgs_audio_v2": Family(),
         "mistral": Family(qkv_bias=False, out_bias=False, window_everywhere=True),
         "qwen2": Family(qkv_bias=True, out_bias=False),
         "qwen2_moe": Family(qkv_bias=True, out_bias=False, experts=True),

@@ -70,3 +70,15 @@ class DelayPattern:
     @cached_property
     def _delays(self) -> npt.NDArray[np.int64]:
         return np.asarray(self.delays)
+
+
+def forced_ids(steps: Tensor, ends: Tensor, delays: Tensor, before_id: int, after_id: int) -> Tensor:
+    """The ids [n, columns] that a pattern puts into the next row of n requests; -1 where the model chooses.
+
+    Column k holds ``before_id`` in the first ``delays[k]`` rows, and ``after_id`` from ``delays[k]`` rows after the
+    row of the end on. ``steps`` int64 [n]: rows so far; ``ends`` int64 [n]: the row of the end, or -1.
+    """
+    before = steps[:, None] < delays
+    after = (ends[:, None] >= 0) & (steps[:, None] - ends[:, None] >= delays)
+    free = torch.full_like(before, -1, dtype=torch.int64)
+    return free.masked_fill(before, before_id).masked_fill(after, after_id)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_omni.engine.cross_attention import SourcePool
 from sgl_omni.engine.device_runner import DeviceRunner
 from sgl_omni.engine.interface import EngineOutput, Payload
 from sgl_omni.engine.kv_cache import KVCache, KVShape, PagePool, count_pages
@@ -15,7 +16,7 @@ from sgl_omni.engine.request import Request
 from sgl_omni.engine.runner import AheadRunner, LaunchedStep, ModelRunner, Runner
 from sgl_omni.engine.scheduler import Limits, Scheduler
 from sgl_omni.engine.task import Task
-from sgl_omni.errors import StartupError
+from sgl_omni.errors import InvalidRequest, StartupError
 
 _ROWS_AHEAD = 32
 _MIXED_GRAPH_ROWS = 512
@@ -66,9 +67,18 @@ class EngineSettings:
 
 
 class AutoregressiveEngine:
-    """Implements ``sgl_omni.engine.interface.Engine`` for any model that has a task and a runner."""
+    """Implements ``sgl_omni.engine.interface.FedEngine`` for any model that has a task and a runner."""
 
-    def __init__(self, task: Task, runner: Runner | AheadRunner, pool: PagePool, limits: Limits) -> None:
+    def __init__(
+        self,
+        task: Task,
+        runner: Runner | AheadRunner,
+        pool: PagePool,
+        limits: Limits,
+        sources: SourcePool | None = None,
+    ) -> None:
+        """``sources``: the runner's, if it has any."""
+        self._sources = sources
         self._task = task
         self._runner = runner
         self._pool = pool
@@ -96,11 +106,15 @@ class AutoregressiveEngine:
         pages = settings.pages(model.kv_shape)
         pool = PagePool(pages, settings.page_size)
         if device_rows is None:
-            device_rows = model.device.type == "cuda" and settings.group_rows is None
+            device_rows = model.device.type == "cuda" and settings.group_rows is None and not model.asks_host
+        if device_rows and model.asks_host:
+            raise StartupError(f"a step of {type(model).__name__} asks the host; build it with device_rows=False")
         if not device_rows:
             cache = KVCache(model.kv_shape, pages, settings.page_size, model.device)
-            runner = ModelRunner(model, cache, group_rows=settings.group_rows)
-            return cls(task, runner, pool, settings.limits(max_positions))
+            shape, places = model.source_shape, settings.max_running_requests
+            sources = None if shape is None else SourcePool(shape, places, model.device)
+            runner = ModelRunner(model, cache, group_rows=settings.group_rows, sources=sources)
+            return cls(task, runner, pool, settings.limits(max_positions), sources)
         if task.pattern != model.pattern:
             raise StartupError("the task's delay pattern must be the model's too, whose steps fill it in on the device")
         longest = min(pool.capacity, max_positions or pool.capacity)
@@ -127,10 +141,20 @@ class AutoregressiveEngine:
         return self._scheduler.has_work
 
     def add(self, request_id: str, payload: Payload) -> None:
-        self._scheduler.add(self._task.parse(request_id, payload))
+        request = self._task.parse(request_id, payload)
+        if self._ahead is not None and (request.hidden is not None or request.inputs is not None):
+            raise InvalidRequest("hidden states and arriving input need an engine that is built with device_rows=False")
+        self._scheduler.add(request)
+
+    def extend(self, request_id: str, payload: Payload) -> None:
+        self._feed(request_id, lambda request: self._task.extend(request, payload))
+
+    def finish_input(self, request_id: str) -> None:
+        self._feed(request_id, self._task.finish_input)
 
     def abort(self, request_id: str) -> None:
-        self._scheduler.abort(request_id)
+        for request in self._scheduler.abort(request_id):
+            self._leave_source(request)
 
     def step(self) -> Sequence[EngineOutput]:
         rows = self._step(self._runner) if self._ahead is None else self._step_ahead(self._ahead)
@@ -170,13 +194,31 @@ class AutoregressiveEngine:
             "reused_tokens": self._scheduler.reused_tokens,
             "generated_rows": self._generated,
             **({} if self._ahead is None else self._ahead.stats()),
+            **({} if self._sources is None else {"source_places_used": self._sources.used}),
         }
+
+    def _feed(self, request_id: str, take: Callable[[Request], None]) -> None:
+        request = self._scheduler.find(request_id)
+        if request is None:
+            return
+        try:
+            with self._scheduler.changing(request):
+                take(request)
+        except InvalidRequest:
+            self._scheduler.remove(request)
+            self._leave_source(request)
+            raise
+
+    def _leave_source(self, request: Request) -> None:
+        if self._sources is not None:
+            self._sources.leave(request)
 
     def _output(self, request: Request, ended: bool) -> EngineOutput | None:
         chunk = self._task.chunk(request)
         chunks = [] if chunk is None else [chunk]
         if ended and not request.followers:
             self._scheduler.remove(request)
+            self._leave_source(request)
             return EngineOutput(request.id, chunks=chunks, result=self._task.result(request))
         if ended:
             self._scheduler.follow(request)

@@ -49,3 +49,21 @@ class Engine(Protocol):
     def stats(self) -> dict[str, float]:
         """Gauges for /metrics: at least ``running`` and ``queued``."""
         ...
+
+
+class FedEngine(Engine, Protocol):
+    """An engine whose requests' input may arrive over time.
+
+    A request that waits for input is not scheduled; where all do, ``has_work`` is false.
+    """
+
+    def extend(self, request_id: str, payload: Payload) -> None:
+        """More input of a request; unknown ids are ignored, as it may have ended.
+
+        Raises ``InvalidRequest`` for what does not fit, or can never be served; the request is gone with that.
+        """
+        ...
+
+    def finish_input(self, request_id: str) -> None:
+        """No more input will come; otherwise as ``extend``."""
+        ...

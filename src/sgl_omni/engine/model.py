@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
+from sgl_omni.engine.cross_attention import SourceShape
 from sgl_omni.engine.decoder import Decoder, materialise
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.delay import DelayPattern
+from sgl_omni.engine.hidden import LAST
+from sgl_omni.engine.inputs import add_arrived
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding, parameter
 from sgl_omni.engine.request import Chunk, Request
@@ -29,6 +32,9 @@ class StepModel(ABC):
     pattern: DelayPattern | None = None
     """Where outputs are frames of codes; on a GPU the step itself fills the pattern's ids in."""
 
+    asks_host: bool = False
+    """Whether ``rule``, ``choose`` or ``complete`` look at requests; such steps do not run in device rows."""
+
     @property
     @abstractmethod
     def kv_shape(self) -> KVShape: ...
@@ -37,20 +43,38 @@ class StepModel(ABC):
     @abstractmethod
     def device(self) -> torch.device: ...
 
+    @property
+    def source_shape(self) -> SourceShape | None:
+        """Of an encoder's output, where the model attends over one; ``forward`` then gets a ``SourceAttend``."""
+        return None
+
+    def source_kv(self, source: Tensor) -> Tensor:
+        """Keys and values [layers, 2, frames, kv_heads, head_dim] of an encoder's output [frames, width]."""
+        raise NotImplementedError
+
     @abstractmethod
     def embed_ids(self, ids: Tensor) -> Tensor:
         """ids int64 [n, columns] -> [n, hidden]."""
 
-    def embed(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Inputs of all rows of the chunks [n, hidden]: prompts, then the outputs' own embeddings.
+    def embed_outputs(self, rows: Tensor) -> Tensor:
+        """The same for rows that are all outputs, where a model can do with less."""
+        return self.embed_ids(rows)
 
-        A model whose outputs get something added (a talker's text, say) overrides this and adds it.
-        """
-        return embed_rows(self, chunks)
+    def embed(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Inputs of all rows of the chunks [n, hidden]: prompts, and outputs with what has arrived for them."""
+        return add_arrived(embed_rows(self, chunks), chunks)
 
     @abstractmethod
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """x [n, hidden], positions int64 [axes, n] -> hidden states [n, hidden]."""
+        """x [n, hidden], positions int64 [axes, n] -> hidden states [n, hidden].
+
+        A model that keeps hidden states of layers may return more columns; ``logits`` and ``hidden_state`` know them.
+        """
+
+    def hidden_state(self, hidden: Tensor, layer: int) -> Tensor:
+        """Of what ``forward`` returned [n, ...], the columns [n, hidden] of a layer that is kept."""
+        assert layer == LAST
+        return hidden
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -73,7 +97,7 @@ def embed_rows(model: StepModel, chunks: Sequence[Chunk]) -> Tensor:
     """Embeds the ids of prompts and outputs in one go, and puts embeddings that were given in their places."""
     if all(chunk.is_decode for chunk in chunks):
         last = [chunk.request.outputs[chunk.start - chunk.request.prompt_length] for chunk in chunks]
-        return model.embed_ids(torch.tensor(last, device=model.device))
+        return model.embed_outputs(torch.tensor(last, device=model.device))
     ids: list[Tensor] = []
     given: list[tuple[int, Tensor]] = []
     row = 0
@@ -108,15 +132,19 @@ class CausalModel(nn.Module, StepModel):
         head_size: int | None = None,
         pattern: DelayPattern | None = None,
         shard: Shard | None = None,
+        kept_layers: Sequence[int] = (),
     ) -> None:
-        """``column_offsets``: where each column's ids begin in the table. Table and head default to the vocabulary."""
+        """``column_offsets``: where each column's ids begin in the table. Table and head default to the vocabulary.
+
+        ``kept_layers``: layers whose inputs can be asked for as hidden states, beside the last.
+        """
         super().__init__()
         self.config = config
         self.columns = columns
         self.axes = config.rope.num_axes
         self.pattern = pattern
         self.embedding = Embedding(embedding_rows or config.vocab_size, config.hidden_size, column_offsets)
-        self.decoder = Decoder(config, shard)
+        self.decoder = Decoder(config, shard, kept_layers)
         tied = config.tied_embeddings
         self.head = None if tied else parameter(columns * (head_size or config.vocab_size), config.hidden_size)
 
@@ -129,11 +157,12 @@ class CausalModel(nn.Module, StepModel):
         *,
         prefix: str = "model.",
         head: str = "lm_head",
+        kept_layers: Sequence[int] = (),
     ) -> CausalModel:
         """Reads a checkpoint whose decoder lies below ``prefix`` and whose head is ``<head>.weight``."""
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
-            model = cls(DecoderConfig.parse(checkpoint.config()))
+            model = cls(DecoderConfig.parse(checkpoint.config()), kept_layers=kept_layers)
         materialise(model, device, dtype)
         ignore = ["*.rotary_emb.inv_freq"] + [f"{head}.weight"] * model.config.tied_embeddings
         checkpoint.load(model.slots(prefix, head), ignore=ignore)
@@ -155,9 +184,18 @@ class CausalModel(nn.Module, StepModel):
         hidden: Tensor = self.decoder(x, positions, attend)
         return hidden
 
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """What ``hidden_state`` can be asked for."""
+        return (LAST, *self.decoder.kept_layers)
+
+    def hidden_state(self, hidden: Tensor, layer: int) -> Tensor:
+        start = self.kept_layers.index(layer) * self.config.hidden_size
+        return hidden[:, start : start + self.config.hidden_size]
+
     def logits(self, hidden: Tensor) -> Tensor:
         weight = self.embedding.weight if self.head is None else self.head
-        return nn.functional.linear(hidden, weight).unflatten(-1, (self.columns, -1))
+        return nn.functional.linear(self.hidden_state(hidden, LAST), weight).unflatten(-1, (self.columns, -1))
 
     def slots(self, prefix: str, head: str) -> Iterator[Slot]:
         yield from self.embedding.slots(f"{prefix}embed_tokens")

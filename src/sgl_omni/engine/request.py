@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sgl_omni.engine.hidden import HiddenRows
+from sgl_omni.engine.inputs import ArrivingInput
 from sgl_omni.errors import InvalidRequest
 
 LARGEST = 2**31 - 1
@@ -19,12 +22,16 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next id is drawn. A temperature of 0 is greedy; ``top_k`` 0 and ``top_p`` 1 leave all ids."""
+    """How the next id is drawn. A temperature of 0 is greedy; ``top_k`` 0 and ``top_p`` 1 leave all ids.
+
+    ``repetition_penalty`` is for models whose rule knows it; 1 is none.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         """Raises ``InvalidRequest`` for values that mean nothing."""
@@ -32,6 +39,10 @@ class Sampling:
             raise InvalidRequest(f"temperature must be 0 or more, not {self.temperature}", param="temperature")
         if self.top_k < 0:
             raise InvalidRequest(f"top_k must be 0 (all ids) or more, not {self.top_k}", param="top_k")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise InvalidRequest(
+                f"repetition_penalty must be above 0, not {self.repetition_penalty}", param="repetition_penalty"
+            )
         if not 0 < self.top_p <= 1:
             raise InvalidRequest(f"top_p must be above 0 and at most 1, not {self.top_p}", param="top_p")
 
@@ -82,6 +93,23 @@ class Prompt:
     def __len__(self) -> int:
         return int(self.rows.shape[0])
 
+    def is_like(self, other: Prompt) -> bool:
+        """Whether the two can be one after the other in one prompt."""
+        mine = (self.ids is None, self.positions is None, self.rows.shape[1])
+        return mine == (other.ids is None, other.positions is None, other.rows.shape[1])
+
+    @classmethod
+    def join(cls, parts: Sequence[Prompt]) -> Prompt:
+        """Prompts of one kind, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        rows = torch.cat([part.rows for part in parts])
+        positions = [part.positions for part in parts if part.positions is not None]
+        joined = torch.cat(positions, 1) if positions else None
+        if parts[0].ids is None:
+            return cls(embeddings=rows, positions=joined)
+        return cls(rows, positions=joined)
+
     def page_keys(self, page_size: int) -> list[bytes]:
         """One key for each whole page: a hash of all content up to the page's end.
 
@@ -124,7 +152,10 @@ class Request:
     ``frame_end`` and ``frame_limit``, where outputs are frames: their number, -1 until it is known, and the number
     at which they are cut. ``due``: there is nothing to hand on before this many outputs are known. ``task`` is state
     that belongs to the model's own code. ``followers`` are the sequences that come
-    after this one, each from an empty context; ``drawn`` counts the outputs of those that have ended.
+    after this one, each from an empty context; ``drawn`` counts the outputs of those that have ended. ``hidden`` is
+    there where hidden states are asked for, ``inputs`` where some of the input comes later,
+    ``source`` [frames, width] where an encoder's output is attended over, and then ``place``, where its keys and
+    values lie from the first step on.
     """
 
     id: str
@@ -134,6 +165,10 @@ class Request:
     task: Any = None
     followers: deque[Segment] = field(default_factory=deque[Segment])
     drawn: int = 0
+    hidden: HiddenRows | None = None
+    inputs: ArrivingInput | None = None
+    source: Tensor | None = None
+    place: int = -1
     arrival: int = -1
     outputs: list[list[int]] = field(default_factory=list[list[int]])
     finish_reason: str | None = None
@@ -198,8 +233,15 @@ class Request:
         """Whether only the last output is still to be run."""
         return self.computed >= self.prompt_length and self.uncomputed == 1
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the next output must wait for input that has not arrived."""
+        return self.inputs is not None and not self.inputs.is_ready(self.launched)
+
     def follow(self) -> None:
         """Leaves the sequence that has ended for the next one."""
+        if self.hidden is not None:
+            self.hidden.restart()
         following = self.followers.popleft()
         self.prompt, self.max_outputs, self.prompt_length = (
             following.prompt,
@@ -210,6 +252,20 @@ class Request:
         self.outputs = []
         self.sent = self.computed = self.launched = self.due = 0
         self.sequence += 1
+
+    def extend_prompt(self, part: Prompt) -> None:
+        """More of a prompt that is still open. Raises ``InvalidRequest`` where it is of another kind."""
+        assert self.inputs is not None
+        if not self.prompt.is_like(part):
+            raise InvalidRequest("parts of a prompt must be all ids or all embeddings, with positions or without")
+        self.inputs.prompt_parts.append(part)
+        self.prompt_length += len(part)
+
+    def close_prompt(self) -> None:
+        assert self.inputs is not None
+        self.prompt = Prompt.join([self.prompt, *self.inputs.prompt_parts])
+        self.inputs.prompt_parts.clear()
+        self.inputs.prompt_open = False
 
     @property
     def is_at_limit(self) -> bool:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from sgl_omni.engine.attention import AttentionBackend, AttentionSpan, TorchAttention
+from sgl_omni.engine.cross_attention import SourceAttend, SourcePool
+from sgl_omni.engine.hidden import collect
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.request import Chunk, Request
@@ -66,7 +68,10 @@ class ModelRunner:
         attention: AttentionBackend | None = None,
         *,
         group_rows: int | None = None,
+        sources: SourcePool | None = None,
     ) -> None:
+        """``sources``: where a model attends over encoders' outputs, the places of these."""
+        self._sources = sources
         self._model = model
         self._cache = cache
         self._attention = attention or TorchAttention()
@@ -86,12 +91,17 @@ class ModelRunner:
     def _forward(self, chunks: Sequence[Chunk], width: int) -> list[list[int] | None]:
         """One pass over ``width`` rows, those beyond the chunks' own being padding."""
         model = self._model
+        self._enter_sources(chunks)
         x = model.embed(chunks)
         padding = width - x.shape[0]
         if padding:
             x = torch.cat([x, x.new_zeros(padding, x.shape[1])])
         spans = [AttentionSpan(chunk.start, chunk.stop, chunk.request.pages) for chunk in chunks]
-        hidden = model.forward(x, self._positions(chunks, padding), self._attention.begin(self._cache, spans))
+        attend = self._attention.begin(self._cache, spans)
+        if self._sources is not None:
+            attend = SourceAttend(self._sources, attend, chunks)
+        hidden = model.forward(x, self._positions(chunks, padding), attend)
+        collect(model, hidden, chunks)
         ends = _ends(chunks)
         results: list[list[int] | None] = [None] * len(chunks)
         if not ends:
@@ -100,6 +110,11 @@ class ModelRunner:
         for i, row in zip(ends, rows, strict=True):
             results[i] = row
         return results
+
+    def _enter_sources(self, chunks: Sequence[Chunk]) -> None:
+        for request in [chunk.request for chunk in chunks] if self._sources is not None else []:
+            if request.place < 0 and request.source is not None and self._sources is not None:
+                self._sources.enter(request, self._model.source_kv(request.source))
 
     def _next_rows(
         self, hidden: Tensor, ends: Sequence[int], requests: Sequence[Request], padding: int

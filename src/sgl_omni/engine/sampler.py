@@ -7,7 +7,7 @@ depends on nothing else, so it is the same in every batch, after a retraction, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -49,6 +49,11 @@ class SamplingBatch:
             top_p=torch.tensor([option.top_p for option in options]).to(device),
             keys=step_keys(seeds, steps).to(device),
         )
+
+
+def for_column(batch: SamplingBatch, column: int) -> SamplingBatch:
+    """Draws of their own for a column that is sampled after the others of its row."""
+    return replace(batch, keys=_mix(batch.keys ^ (column * 0x632BE5AB)))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:

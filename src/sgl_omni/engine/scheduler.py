@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -44,12 +46,14 @@ class Scheduler:
     A request enters with pages for all rows that it has, so that its prompt is never stopped half way, and takes
     more as it grows. Where none is left the youngest running request gives up its pages and waits again; the
     oldest can always go on, because a request that would not fit alone is refused at once.
+
+    A request that waits for input is passed over, and gives up its pages before all others.
     """
 
     def __init__(self, pool: PagePool, limits: Limits) -> None:
         self._pool = pool
         self._limits = limits
-        # Both in order of arrival, and every running request came before every waiting one.
+        # Both in order of arrival; every running request came before every waiting one that does not wait for input.
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
         self._arrivals = 0
@@ -61,7 +65,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
+        return any(not r.is_blocked for r in self._running) or any(not r.is_blocked for r in self._waiting)
 
     @property
     def running(self) -> Sequence[Request]:
@@ -73,6 +77,28 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises ``InvalidRequest`` for one that can never be served."""
+        self._check(request)
+        self._settle()
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._find_keys(request)
+        self._waiting.append(request)
+
+    def find(self, request_id: str) -> Request | None:
+        """The request of this id, if it is here."""
+        return next((r for r in (*self._running, *self._waiting) if r.id == request_id), None)
+
+    @contextmanager
+    def changing(self, request: Request) -> Iterator[None]:
+        """For taking input of a request that is here. Raises ``InvalidRequest`` if it cannot be served any more."""
+        self._settle()
+        was_open = request.inputs is not None and request.inputs.prompt_open
+        yield
+        if was_open:
+            self._check(request)
+            self._find_keys(request)
+
+    def _check(self, request: Request) -> None:
         if request.longest > self._pool.capacity:
             raise InvalidRequest(
                 f"the prompt and its outputs need up to {request.longest} positions; the KV pool has "
@@ -85,16 +111,13 @@ class Scheduler:
                 f"the prompt and its outputs need up to {request.end_position} positions; the model has {limit}",
                 param="max_new_tokens",
             )
-        self._settle()
-        request.arrival = self._arrivals
-        self._arrivals += 1
-        self._find_keys(request)
-        self._waiting.append(request)
 
-    def abort(self, request_id: str) -> None:
-        """Frees all that requests of this id hold. Unknown ids are ignored."""
-        for request in [r for r in (*self._running, *self._waiting) if r.id == request_id]:
+    def abort(self, request_id: str) -> Sequence[Request]:
+        """Frees all that requests of this id hold, and returns these. Unknown ids are ignored."""
+        aborted = [r for r in (*self._running, *self._waiting) if r.id == request_id]
+        for request in aborted:
             self.remove(request)
+        return aborted
 
     def remove(self, request: Request) -> None:
         """Frees all that a request holds: it has finished, or is aborted."""
@@ -123,14 +146,14 @@ class Scheduler:
         budget = self._prompt_rows()
         chunks: list[Chunk] = []
         for request in self._running:
-            if request.launched >= request.max_outputs:
-                continue  # its last output is on its way
+            if request.launched >= request.max_outputs or request.is_blocked:
+                continue  # its last output is on its way, or its input is
             if request.is_decoding:
                 chunks.append(Chunk(request, request.computed, request.length))
             elif budget > 0:
                 budget -= self._take_chunk(request, budget, chunks)
-        while budget > 0 and self._admit_next():
-            budget -= self._take_chunk(self._running[-1], budget, chunks)
+        while budget > 0 and (admitted := self._admit_next(alone=not chunks)):
+            budget -= self._take_chunk(admitted, budget, chunks)
         self._allocate_ahead()
         return chunks
 
@@ -206,7 +229,10 @@ class Scheduler:
             del request.pages[needed:]
 
     def _find_keys(self, request: Request) -> None:
-        if self._limits.reuse_prefixes:
+        """None for a prompt that is not whole, or whose rows must all be run, or depend on more than the prompt."""
+        still_open = request.inputs is not None and request.inputs.prompt_open
+        alone = request.hidden is None and request.source is None
+        if self._limits.reuse_prefixes and alone and not still_open:
             request.page_keys = request.prompt.page_keys(self._pool.page_size)
 
     def _prompt_rows(self) -> int:
@@ -225,13 +251,13 @@ class Scheduler:
     def _make_room_for_outputs(self) -> None:
         """A page for each request whose next row needs one, oldest first; the youngest pay for it."""
         for request in list(self._running):
-            if not request.pages:
-                continue  # retracted by an older one
+            if not request.pages or request.is_blocked:
+                continue  # retracted by an older one, or not to run
             missing = self._pool.pages_for(request.rows_needed) - len(request.pages)
             if missing > self._pool.available:
                 self._reclaim_ahead()
             while missing > self._pool.available and request.pages:
-                self._retract(self._running[-1])
+                self._retract(self._last_blocked() or self._running[-1])
             if request.pages and missing > 0:
                 request.pages += self._pool.allocate(missing)
 
@@ -240,7 +266,10 @@ class Scheduler:
         self._release(request)
         request.retractions += 1
         self.retractions += 1
-        self._waiting.appendleft(request)
+        insort(self._waiting, request, key=_arrival)
+
+    def _last_blocked(self) -> Request | None:
+        return next((r for r in reversed(self._running) if r.is_blocked), None)
 
     def _release(self, request: Request) -> None:
         self._pool.release(request.pages)
@@ -249,17 +278,25 @@ class Scheduler:
         request.row = -1
         request.computed = 0
 
-    def _admit_next(self) -> bool:
+    def _admit_next(self, *, alone: bool) -> Request | None:
         """Moves the request that has waited longest to the running ones, if there is room for it.
 
-        Each running request that is still to grow keeps one page in reserve, or admissions would soon be
-        taken back.
+        ``alone``: nothing else runs in this step, so those that wait for input make room.
         """
-        if not self._waiting or len(self._running) >= self._limits.max_running_requests:
+        request = next((r for r in self._waiting if not r.is_blocked), None)
+        if request is None or request.awaits_output:
+            return None  # there is none, or it was retracted a moment ago
+        while not self._admit(request):
+            blocked = self._last_blocked() if alone else None
+            if blocked is None:
+                return None
+            self._retract(blocked)
+        return request
+
+    def _admit(self, request: Request) -> bool:
+        """Each running request that is still to grow keeps one page in reserve, or admissions would soon be undone."""
+        if len(self._running) >= self._limits.max_running_requests:
             return False
-        request = self._waiting[0]
-        if request.awaits_output:
-            return False  # retracted a moment ago
         known = self._pool.take_known(self._usable_keys(request))
         needed = self._pool.pages_for(request.length) - len(known)
         if needed + self._growing() > self._pool.available:
@@ -267,7 +304,8 @@ class Scheduler:
         if needed + self._growing() > self._pool.available:
             self._pool.release(known)
             return False
-        self._running.append(self._waiting.popleft())
+        self._waiting.remove(request)
+        insort(self._running, request, key=_arrival)
         request.pages = known + self._pool.allocate(needed)
         self._begin(request)
         request.computed = len(known) * self._pool.page_size
@@ -280,3 +318,7 @@ class Scheduler:
 
     def _growing(self) -> int:
         return sum(self._pool.pages_for(r.longest) > len(r.pages) for r in self._running)
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from sgl_omni.engine.delay import DelayPattern
+from sgl_omni.engine.hidden import LAST, HiddenRows
+from sgl_omni.engine.inputs import ArrivingInput, begin_input, end_input, extend_input
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Prompt, Request, Sampling
 from sgl_omni.errors import InvalidRequest, StartupError
@@ -28,6 +30,14 @@ class Task(ABC):
     @abstractmethod
     def parse(self, request_id: str, payload: Payload) -> Request:
         """Raises ``InvalidRequest`` for input that this model can never serve."""
+
+    def extend(self, request: Request, payload: Payload) -> None:
+        """Takes input that arrives later. Raises ``InvalidRequest`` for what does not fit."""
+        raise InvalidRequest("this model takes all of a request's input at once", param="input_open")
+
+    def finish_input(self, request: Request) -> None:
+        """No more input will come. Raises ``InvalidRequest`` where it was never open."""
+        raise InvalidRequest("this model takes all of a request's input at once", param="input_open")
 
     @abstractmethod
     def take(self, request: Request, row: list[int]) -> bool:
@@ -67,11 +77,9 @@ class InputSpec:
         """``prompt_ids`` [length] or [length, columns], or ``prompt_embeddings`` [length, hidden]."""
         ids, embeddings = payload.get("prompt_ids"), payload.get("prompt_embeddings")
         positions = payload.get("positions")
-        if embeddings is not None and not (torch.is_tensor(embeddings) or isinstance(embeddings, np.ndarray)):
-            raise InvalidRequest("prompt_embeddings must be an array", param="prompt_embeddings")
         return Prompt(
             ids=None if ids is None else self._ids(ids),
-            embeddings=None if embeddings is None else self._embeddings(torch.as_tensor(embeddings)),
+            embeddings=None if embeddings is None else self.embeddings(embeddings, "prompt_embeddings"),
             positions=None if positions is None else self._positions(positions),
         )
 
@@ -91,13 +99,23 @@ class InputSpec:
                 raise InvalidRequest(f"id {wrong} is not one of 0..{size - 1}", param="prompt_ids")
         return ids
 
-    def _embeddings(self, value: Tensor) -> Tensor:
-        if value.dim() != 2 or value.shape[1] != self.hidden_size or not value.is_floating_point():
+    def embeddings(self, value: Any, param: str) -> Tensor:
+        """An array of floats [length, hidden]. Raises ``InvalidRequest`` for anything else."""
+        if not (torch.is_tensor(value) or isinstance(value, np.ndarray)):
+            raise InvalidRequest(f"{param} must be an array", param=param)
+        rows = torch.as_tensor(value)
+        if rows.dim() != 2 or rows.shape[1] != self.hidden_size or not rows.is_floating_point():
             raise InvalidRequest(
-                f"prompt_embeddings must be floats [length, {self.hidden_size}], not {value.dtype} {[*value.shape]}",
-                param="prompt_embeddings",
+                f"{param} must be floats [length, {self.hidden_size}], not {rows.dtype} {[*rows.shape]}", param=param
             )
-        return value
+        return rows
+
+    def finite_embeddings(self, value: Any, param: str) -> Tensor:
+        """As ``embeddings``, and no infinities among them."""
+        rows = self.embeddings(value, param)
+        if not bool(torch.isfinite(rows).all()):
+            raise InvalidRequest(f"{param} are not all finite", param=param)
+        return rows
 
     def _positions(self, value: Any) -> Tensor:
         positions = torch.atleast_2d(_integers(value, "positions"))
@@ -144,28 +162,56 @@ def parse_sampling(payload: Payload) -> Sampling:
         temperature=number(payload, "temperature", 0.0),
         top_k=whole_number(payload, "top_k", 0),
         top_p=number(payload, "top_p", 1.0),
+        repetition_penalty=number(payload, "repetition_penalty", 1.0),
         seed=secrets.randbits(62) if payload.get("seed") is None else seed,
     )
 
 
 class TokenTask(Task):
-    """Tokens out: ``token_ids`` as chunks where ``stream`` asks for them, and all of them in the result."""
+    """Tokens out: ``token_ids`` as chunks where ``stream`` asks for them, and all of them in the result.
 
-    def __init__(self, inputs: InputSpec, *, eos_ids: Sequence[int] = (), default_max_new_tokens: int = 256) -> None:
+    ``hidden_states``, a list of layers (-1 is the last, normed), makes chunks too: arrays [rows, layers, hidden] of the
+    rows run since the chunk before, so the first has the prompt's. The input may arrive over time.
+    """
+
+    def __init__(
+        self,
+        inputs: InputSpec,
+        *,
+        eos_ids: Sequence[int] = (),
+        default_max_new_tokens: int = 256,
+        kept_layers: Sequence[int] = (LAST,),
+    ) -> None:
+        """``kept_layers``: those of the model."""
         self._inputs = inputs
+        self._kept_layers = tuple(kept_layers)
         self._eos_ids = frozenset(eos_ids)
         self._default_max_new_tokens = default_max_new_tokens
 
     def parse(self, request_id: str, payload: Payload) -> Request:
+        hidden = payload.get("hidden_states")
         return Request(
             request_id,
             self._inputs.prompt(payload),
             max_outputs=whole_number(payload, "max_new_tokens", self._default_max_new_tokens),
             sampling=parse_sampling(payload),
+            hidden=None if hidden is None else HiddenRows.parse(hidden, self._kept_layers),
+            inputs=self._input(payload),
             task=_TokenOptions(
                 frozenset() if payload.get("ignore_eos") else self._eos_ids, bool(payload.get("stream"))
             ),
         )
+
+    def _input(self, payload: Payload) -> ArrivingInput | None:
+        if not any(key in payload for key in ("input_open", "prompt_open", "added_embeddings")):
+            return None
+        return begin_input(payload, torch.zeros(self._inputs.hidden_size), self._inputs)
+
+    def extend(self, request: Request, payload: Payload) -> None:
+        extend_input(request, payload, self._inputs)
+
+    def finish_input(self, request: Request) -> None:
+        end_input(request)
 
     def take(self, request: Request, row: list[int]) -> bool:
         request.outputs.append(row)
@@ -176,11 +222,12 @@ class TokenTask(Task):
         return request.finish_reason is not None
 
     def chunk(self, request: Request) -> Payload | None:
-        if not request.task.stream:
+        if not request.task.stream and request.hidden is None:
             return None
         new = [row[0] for row in request.outputs[request.sent :]]
         request.sent = len(request.outputs)
-        return {"token_ids": new}
+        rows = None if request.hidden is None else request.hidden.take()
+        return {"token_ids": new} if rows is None else {"token_ids": new, "hidden_states": rows}
 
     def result(self, request: Request) -> Payload:
         return {

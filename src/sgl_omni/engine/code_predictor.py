@@ -1,0 +1,109 @@
+"""A small decoder that completes a row of codes, one code after another, within a step of the large one.
+
+All requests of the step run together. Shapes depend on the number of rows alone and nothing is decided on the host,
+so that the loop can be a part of a captured graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sgl_omni.engine.checkpoint import Slot
+from sgl_omni.engine.decoder import Decoder
+from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.kv_cache import KVShape
+from sgl_omni.engine.layers import parameter
+from sgl_omni.engine.shard import Shard
+
+Choose = Callable[[Tensor, int], Tensor]
+"""Logits [n, vocabulary] of the code at an index of the loop -> ids int64 [n]."""
+
+
+def greedy(logits: Tensor, index: int) -> Tensor:
+    return logits.argmax(-1)
+
+
+class CodePredictor(nn.Module):
+    """``num_codes`` codes a row, each with a head of its own, and an embedding of its own that the next one sees."""
+
+    def __init__(self, config: DecoderConfig, num_codes: int, shard: Shard | None = None) -> None:
+        super().__init__()
+        self.num_codes = num_codes
+        self.decoder = Decoder(config, shard)
+        self.embedding = parameter(num_codes, config.vocab_size, config.hidden_size)
+        self.heads = parameter(num_codes, config.vocab_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor, first: Tensor, choose: Choose = greedy) -> Tensor:
+        """Codes int64 [n, num_codes].
+
+        ``hidden`` [n, hidden]: what the large decoder made of the rows' inputs; ``first`` [n, hidden]: the embedding
+        of the code that was chosen from it.
+        """
+        n = hidden.shape[0]
+        cache = _FixedCache(self.decoder.kv_shape, n, 1 + self.num_codes, hidden)
+        x, codes = torch.stack([hidden, first], 1), []
+        for index in range(self.num_codes):
+            start = 0 if index == 0 else 1 + index
+            positions = torch.arange(start, start + x.shape[1], device=x.device).repeat(n)
+            out = self.decoder(x.flatten(0, 1), positions[None], cache.at(start, x.shape[1]))
+            last = out.unflatten(0, (n, -1))[:, -1]
+            codes.append(choose(F.linear(last, self.heads[index]), index))
+            x = F.embedding(codes[-1], self.embedding[index])[:, None]
+        return torch.stack(codes, 1)
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """Codes int64 [n, num_codes] -> the sum of their embeddings [n, hidden]."""
+        _, vocabulary, hidden_size = self.embedding.shape
+        offsets = torch.arange(self.num_codes, device=codes.device) * vocabulary
+        return F.embedding(codes + offsets, self.embedding.view(-1, hidden_size)).sum(1)
+
+    def slots(self, prefix: str) -> Iterator[Slot]:
+        """``prefix`` ends with a dot, e.g. ``talker.code_predictor.``."""
+        yield from self.decoder.slots(f"{prefix}model.")
+        shape = tuple(self.heads.shape[1:])
+        for i in range(self.num_codes):
+            yield Slot(f"{prefix}model.codec_embedding.{i}.weight", self.embedding[i], shape)
+            yield Slot(f"{prefix}lm_head.{i}.weight", self.heads[i], shape)
+
+
+class _FixedCache:
+    """Keys and values of the loop: every row has its ``length`` places, and they live as long as the loop."""
+
+    def __init__(self, shape: KVShape, rows: int, length: int, like: Tensor) -> None:
+        size = (shape.layers, 2, rows, length, shape.kv_heads, shape.head_dim)
+        self._places = torch.zeros(size, dtype=like.dtype, device=like.device)
+
+    def at(self, start: int, count: int) -> _FixedAttend:
+        return _FixedAttend(self._places, start, count)
+
+
+class _FixedAttend:
+    """Attention of places ``start`` to ``start + count`` of every row, which sees itself up to there.
+
+    More than one place at a time is only possible at the start.
+    """
+
+    def __init__(self, places: Tensor, start: int, count: int) -> None:
+        self._places = places
+        self._start = start
+        self._stop = start + count
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+        if window is not None and window < self._places.shape[3]:
+            raise NotImplementedError(f"a window of {window} is smaller than a row of codes")
+        keys, values = self._places[layer]
+        n = keys.shape[0]
+        keys[:, self._start : self._stop] = k.unflatten(0, (n, -1))
+        values[:, self._start : self._stop] = v.unflatten(0, (n, -1))
+        attended = F.scaled_dot_product_attention(
+            q.unflatten(0, (n, -1)).transpose(1, 2),
+            keys[:, : self._stop].transpose(1, 2),
+            values[:, : self._stop].transpose(1, 2),
+            is_causal=self._start == 0,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return attended.transpose(1, 2).flatten(0, 1)

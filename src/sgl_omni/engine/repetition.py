@@ -1,0 +1,27 @@
+"""The repetition penalty: ids that a request has had become less likely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sgl_omni.engine.request import Request
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Logits [n, vocabulary] with those of ``seen`` ids, bool [n, vocabulary], lowered by ``penalty`` [n].
+
+    Positive ones are divided by it, negative ones multiplied; 1 changes nothing.
+    """
+    factor = penalty[:, None].to(logits.dtype)
+    return torch.where(seen, torch.where(logits < 0, logits * factor, logits / factor), logits)
+
+
+def seen_ids(requests: Sequence[Request], vocabulary: int, device: torch.device | str) -> Tensor:
+    """Which ids each request has put out in column 0: bool [n, vocabulary]."""
+    seen = torch.zeros(len(requests), vocabulary, dtype=torch.bool)
+    for row, request in enumerate(requests):
+        seen[row, [output[0] for output in request.outputs]] = True
+    return seen.to(device)

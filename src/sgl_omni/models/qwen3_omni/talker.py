@@ -1,0 +1,147 @@
+"""The device side of Qwen3-Omni's talker: text and codes so far in, one row of codes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sgl_omni.engine.attention import Attend
+from sgl_omni.engine.checkpoint import Checkpoint, Slot
+from sgl_omni.engine.code_predictor import Choose, CodePredictor, greedy
+from sgl_omni.engine.decoder import Decoder, materialise
+from sgl_omni.engine.kv_cache import KVShape
+from sgl_omni.engine.layers import parameter
+from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.repetition import penalise, seen_ids
+from sgl_omni.engine.request import Request
+from sgl_omni.engine.sampler import SamplingBatch, for_column, sample
+from sgl_omni.models.qwen3_omni.spec import TalkerSpec
+
+_PREDICTOR_TOP_K, _PREDICTOR_TOP_P = 50, 0.8
+"""How the code predictor draws, whatever the talker's own options are."""
+
+
+class Projection(nn.Module):
+    """From the thinker's width to the talker's: two linear layers."""
+
+    def __init__(self, spec: TalkerSpec) -> None:
+        super().__init__()
+        self.first = parameter(spec.projection_size, spec.thinker_hidden_size)
+        self.first_bias = parameter(spec.projection_size)
+        self.second = parameter(spec.decoder.hidden_size, spec.projection_size)
+        self.second_bias = parameter(spec.decoder.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, self.first, self.first_bias)), self.second, self.second_bias)
+
+    def slots(self, name: str) -> Iterator[Slot]:
+        for i, weight, bias in ((1, self.first, self.first_bias), (2, self.second, self.second_bias)):
+            yield Slot(f"{name}.linear_fc{i}.weight", weight, tuple(weight.shape))
+            yield Slot(f"{name}.linear_fc{i}.bias", bias, tuple(bias.shape))
+
+
+class TalkerModel(nn.Module, StepModel):
+    """Rows of ``num_codes`` ids: the first is chosen from the talker's logits, the others by its code predictor."""
+
+    asks_host = True
+
+    def __init__(self, spec: TalkerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.columns = spec.num_codes
+        self.axes = spec.decoder.rope.num_axes
+        hidden_size, vocabulary = spec.decoder.hidden_size, spec.decoder.vocab_size
+        self.decoder = Decoder(spec.decoder)
+        self.predictor = CodePredictor(spec.predictor, spec.num_codes - 1)
+        self.codec_embedding = parameter(vocabulary, hidden_size)
+        self.head = parameter(vocabulary, hidden_size)
+        self.text_projection = Projection(spec)
+        self.hidden_projection = Projection(spec)
+        self.text_marks = parameter(3, spec.thinker_hidden_size)
+        """The thinker's embeddings of the marks that frame spoken text: begin, end, padding."""
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> TalkerModel:
+        """Reads the talker of a whole checkpoint, and three rows of the thinker's embedding."""
+        checkpoint = Checkpoint(folder)
+        with torch.device("meta"):
+            model = cls(TalkerSpec.parse(checkpoint.config()))
+        materialise(model, device, dtype)
+        checkpoint.load(model.slots(), prefix="talker.")
+        return model.eval()
+
+    @torch.inference_mode()
+    def marks(self) -> Tensor:
+        """Begin, end and padding of spoken text as the talker sees them: [3, hidden]."""
+        marks: Tensor = self.text_projection(self.text_marks)
+        return marks
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return self.decoder.kv_shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.device
+
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids[:, 0], self.codec_embedding) + self.predictor.embed(ids[:, 1:])
+
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        hidden: Tensor = self.decoder(x, positions, attend)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head)[:, None]
+
+    def rule(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+        penalties = [request.sampling.repetition_penalty for request in requests]
+        if any(penalty != 1 for penalty in penalties):
+            seen = seen_ids(requests, logits.shape[-1], logits.device)
+            logits = penalise(logits[:, 0], seen, torch.tensor(penalties, device=logits.device))[:, None]
+        return self.without_specials(logits)
+
+    def without_specials(self, logits: Tensor) -> Tensor:
+        """Logits [..., vocabulary] in which no id is left that is neither a code nor the end."""
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+        return logits.masked_fill((ids >= self.spec.first_special) & (ids != self.spec.eos_id), float("-inf"))
+
+    def complete(self, rows: Tensor, hidden: Tensor, requests: Sequence[Request]) -> Tensor:
+        batch = SamplingBatch.of(requests, rows.device)
+        return self.whole_rows(rows, hidden, greedy if len(batch.random) == 0 else _sampled(batch))
+
+    def whole_rows(self, first: Tensor, hidden: Tensor, choose: Choose = greedy) -> Tensor:
+        """First codes int64 [n, 1] and the hidden states [n, hidden] they came from -> rows [n, num_codes]."""
+        embedded = F.embedding(first[:, 0], self.codec_embedding)
+        return torch.cat([first, self.predictor(hidden, embedded, choose)], 1)
+
+    def slots(self) -> Iterator[Slot]:
+        spec = self.spec
+        yield from self.decoder.slots("talker.model.")
+        yield from self.predictor.slots("talker.code_predictor.")
+        yield from self.text_projection.slots("talker.text_projection")
+        yield from self.hidden_projection.slots("talker.hidden_projection")
+        yield Slot("talker.model.codec_embedding.weight", self.codec_embedding, tuple(self.codec_embedding.shape))
+        yield Slot("talker.codec_head.weight", self.head, tuple(self.head.shape))
+        table = (spec.thinker_vocab_size, spec.thinker_hidden_size)
+        for i, mark in enumerate((spec.tts_bos_id, spec.tts_eos_id, spec.tts_pad_id)):
+            yield Slot("thinker.model.embed_tokens.weight", self.text_marks[i : i + 1], table, 0, mark)
+
+
+def _sampled(batch: SamplingBatch) -> Choose:
+    own = replace(
+        batch,
+        temperature=torch.ones_like(batch.temperature),
+        top_k=torch.full_like(batch.top_k, _PREDICTOR_TOP_K),
+        top_p=torch.full_like(batch.top_p, _PREDICTOR_TOP_P),
+    )
+
+    def choose(logits: Tensor, index: int) -> Tensor:
+        return sample(logits[:, None], for_column(own, 1 + index))[:, 0]
+
+    return choose

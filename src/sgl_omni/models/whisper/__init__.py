@@ -1,0 +1,1 @@
+"""Whisper: an encoder of audio and a decoder that attends over it."""
