@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
-from sgl_omni.engine.decoder import Decoder, materialise
+from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding, parameter
 from sgl_omni.engine.request import Chunk, Request
 from sgl_omni.engine.shard import Shard
+from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module
 
 
 class StepModel(ABC):
@@ -124,14 +125,27 @@ class CausalModel(nn.Module, StepModel):
         *,
         prefix: str = "model.",
         head: str = "lm_head",
+        weights: WeightStore | None = None,
+        policy: SharePolicy | None = None,
     ) -> CausalModel:
-        """Reads a checkpoint whose decoder lies below ``prefix`` and whose head is ``<head>.weight``."""
+        """Reads a checkpoint whose decoder lies below ``prefix`` and whose head is ``<head>.weight``.
+
+        Its tensors live where ``weights`` says, in memory of their own by default; ``policy`` is asked for where
+        replicas share them.
+        """
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(DecoderConfig.parse(checkpoint.config()))
-        materialise(model, device, dtype)
         ignore = ["*.rotary_emb.inv_freq"] + [f"{head}.weight"] * model.config.tied_embeddings
-        checkpoint.load(model.slots(prefix, head), ignore=ignore)
+        load_module(
+            model,
+            weights or OwnWeights(),
+            lambda: checkpoint.load(model.slots(prefix, head), ignore=ignore),
+            device=device,
+            dtype=dtype,
+            policy=policy,
+            fingerprint=checkpoint.fingerprint(),
+        )
         return model.eval()
 
     @property
