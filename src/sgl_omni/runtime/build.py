@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from typing import TYPE_CHECKING
 
 from sgl_omni.gpu.memory import cap_allocator
 from sgl_omni.runtime.engine_runner import EngineRunner
@@ -13,14 +14,18 @@ from sgl_omni.runtime.stream_runner import StreamRunner
 from sgl_omni.runtime.wiring import load_object
 from sgl_omni.topology.plan import InstancePlan, Plan, StagePlan
 
+if TYPE_CHECKING:
+    from sgl_omni.engine.weights import WeightStore
+
 log = logging.getLogger("sgl_omni.build")
 
 
-def build_runner(stage: StagePlan, plan: Plan, device: int | None) -> Runner:
+def build_runner(stage: StagePlan, plan: Plan, device: int | None, weights: WeightStore | None) -> Runner:
     """Calls the stage's factory with its own arguments and those of the offered ones that its signature names.
 
     Args:
         device: the GPU of this instance; None for a CPU stage.
+        weights: gives the stage's model its tensors; None where it has memory of its own.
 
     Raises:
         TypeError: the factory returned no stage, or one that cannot take the stream that leads to it.
@@ -32,6 +37,7 @@ def build_runner(stage: StagePlan, plan: Plan, device: int | None) -> Runner:
         "gpu_id": device,
         "device": f"cuda:{device}" if device is not None and plan.platform == "cuda" else "cpu",
         "engine": stage.engine or {},
+        "weights": weights,
     }
     declared = inspect.signature(factory).parameters
     arguments = {key: value for key, value in offered.items() if key in declared} | stage.factory_args

@@ -13,11 +13,13 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from sgl_omni.errors import WeightShareError
 from sgl_omni.gpu.weights.backend import Handle
-from sgl_omni.gpu.weights.manifest import Manifest
+
+if TYPE_CHECKING:
+    from sgl_omni.gpu.weights.manifest import Manifest
 
 SOCKET_NAME = "weights.sock"
 ANSWER_SECONDS = 10.0
@@ -48,6 +50,8 @@ class Offer:
 
     def manifest(self) -> Manifest:
         """Raises ``WeightShareError`` for a manifest that does not hold."""
+        from sgl_omni.gpu.weights.manifest import Manifest  # with torch, which the server's process does without
+
         return Manifest.from_bytes(os.pread(self.manifest_fd, os.fstat(self.manifest_fd).st_size, 0))
 
     def close(self) -> None:

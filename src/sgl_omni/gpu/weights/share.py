@@ -117,7 +117,14 @@ class SharedWeights:
             bytes=expected.shared_bytes,
             seconds=round(time.monotonic() - started, 3),
         )
-        log.info("stage '%s': %s", self._model, self.facts)
+        log.info(
+            "stage '%s' %s %.2f GiB of weights in %.3f s (%s)",
+            self._model,
+            "attached to" if self.facts.attached else "loaded",
+            self.facts.bytes / 2**30,
+            self.facts.seconds,
+            name,
+        )
         return self._arena.tensors()
 
     def verify(self, tensors: Mapping[str, Tensor]) -> None:
