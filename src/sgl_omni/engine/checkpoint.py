@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sgl_omni.engine.tensor_file import Rows, TensorFile, read_all
@@ -82,7 +82,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}, tensors below {prefix!r}: {'; '.join(problems)}")
         with ExitStack() as stack:
             names = {self._file_of[slot.name] for slot in wanted}
-            files = {name: stack.enter_context(safe_open(self.folder / name, "pt")) for name in sorted(names)}
+            files = {name: stack.enter_context(_readable(self.folder / name)) for name in sorted(names)}
             parts = [(slot, files[self._file_of[slot.name]].get_slice(slot.name)) for slot in wanted]
             wrong = [
                 f"{slot.name} is {part.get_shape()}, not {[*slot.shape]}"
@@ -125,8 +125,15 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
         return weight_map
     if not (folder / "model.safetensors").is_file():
         raise CheckpointError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
-    with safe_open(folder / "model.safetensors", "pt") as file:
+    with _readable(folder / "model.safetensors") as file:
         return dict.fromkeys(_keys(file), "model.safetensors")
+
+
+def _readable(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _opened(path: Path) -> TensorFile:

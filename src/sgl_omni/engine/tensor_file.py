@@ -64,7 +64,8 @@ class TensorFile:
     def rows(self, name: str, start: int, target: Tensor) -> Rows | None:
         """Rows ``start`` on of a tensor as a job for ``read_all``; None where they must be converted on the way."""
         entry = self._tensors[name]
-        if _DTYPES.get(entry["dtype"]) != target.dtype or not target.is_contiguous() or not target.numel():
+        same = _DTYPES.get(entry["dtype"]) == target.dtype and tuple(entry["shape"][1:]) == tuple(target.shape[1:])
+        if not same or not target.is_contiguous() or not target.numel():
             return None
         row_bytes = math.prod(entry["shape"][1:]) * target.element_size()
         begin = self._start + entry["data_offsets"][0] + start * row_bytes

@@ -70,7 +70,7 @@ class Manifest:
         Raises:
             WeightShareError: a tensor has gaps or overlaps itself, there is none, or a pattern matches nothing.
         """
-        if not wanted:
+        if not any(tensor.numel() for tensor in wanted.values()):
             raise WeightShareError(f"{architecture}: there is no tensor to share")
         unused = [pattern for pattern in private if not any(fnmatchcase(name, pattern) for name in wanted)]
         if unused:
