@@ -47,8 +47,11 @@ def build_runner(stage: StagePlan, plan: Plan, device: int | None, weights: Weig
     return runner
 
 
-def enforce_budgets(plan: Plan, instance: InstancePlan, device: int | None) -> None:
-    """Holds this process to the budgets of its GPU stages, where one of them says `enforce_total_reserve`."""
+def enforce_budgets(plan: Plan, instance: InstancePlan, device: int | None, beside: int = 0) -> None:
+    """Holds this process to the budgets of its GPU stages, where one of them says `enforce_total_reserve`.
+
+    `beside`: bytes of them that are held outside torch's allocator.
+    """
     stages = [plan.stage(name) for name in instance.stages]
     if device is None or not any(stage.enforce_budget for stage in stages):
         return
@@ -59,7 +62,7 @@ def enforce_budgets(plan: Plan, instance: InstancePlan, device: int | None) -> N
         return
     fraction = sum(stage.budget_fraction or 0.0 for stage in stages)
     size = sum(stage.budget_bytes or 0 for stage in stages)
-    cap = cap_allocator(device, fraction=fraction, size=size)
+    cap = cap_allocator(device, fraction=fraction, size=size, beside=beside)
     log.info("this process's torch allocator is held to %.2f GiB of GPU %d", cap / 2**30, device)
 
 

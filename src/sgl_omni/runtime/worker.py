@@ -114,6 +114,9 @@ class Worker:
         self._runners[stage.name] = build_runner(stage, self._plan, device, weights)
         if weights is not None and (stage.engine is not None or weights.facts is not None):
             self._shared[stage.name] = weights.describe()
+            if self._instance.weight_role == "leader":  # the group's weights count once, against its leader's budget
+                held = sum(int(model["bytes"]) for model in self._shared.values())
+                enforce_budgets(self._plan, self._instance, device, held)
         if stage.route_fn:
             self._routes[stage.name] = load_object(stage.route_fn)
         if stage.merge_fn:
