@@ -88,6 +88,21 @@ async def test_what_a_leader_publishes_its_group_gets(keeper: WeightKeeper, me: 
     assert await fetch(tmp_path, "s") is None
 
 
+async def test_only_the_leader_withdraws(keeper: WeightKeeper, me: Me, tmp_path: Path) -> None:
+    me.be("p@r0", "leader")
+    await publish(tmp_path, "s", an_offer())
+    me.be("p@r1", "follower", "p@r0")
+    with pytest.raises(WeightShareError, match="refuses"):
+        await asyncio.to_thread(Exchange(tmp_path).withdraw, "s")
+    assert await fetch(tmp_path, "s") == b"weights"
+    me.be("p@r0", "leader")
+    for _ in range(2):
+        await asyncio.to_thread(Exchange(tmp_path).withdraw, "s")
+    assert await fetch(tmp_path, "s") is None and not keeper.holds("p@r0")
+    await publish(tmp_path, "s", an_offer(content=b"again"))
+    assert await fetch(tmp_path, "s") == b"again"
+
+
 async def test_weights_may_end_with_their_leader(keeper: WeightKeeper, me: Me, tmp_path: Path) -> None:
     me.be("p@r0", "leader")
     await publish(tmp_path, "s", an_offer(outlives_leader=False))

@@ -20,6 +20,7 @@ from sgl_omni.engine.model import CausalModel
 from sgl_omni.engine.weights import OwnWeights, SharePolicy, load_module, tensors_of
 from sgl_omni.errors import WeightShareError
 from sgl_omni.gpu.weights.backend import Handle
+from sgl_omni.gpu.weights.cuda_driver import DriverError
 from sgl_omni.gpu.weights.exchange import Offer
 from sgl_omni.gpu.weights.manifest import Manifest
 from sgl_omni.gpu.weights.share import SharedWeights, backend_named, best_backend
@@ -38,6 +39,9 @@ class Board:
     def fetch(self, model: str) -> Offer | None:
         offer = self.offers.get(model)
         return None if offer is None else copy_of(offer)
+
+    def withdraw(self, model: str) -> None:
+        self.offers.pop(model).close()
 
     def publish(self, model: str, offer: Offer) -> None:
         self.offers[model] = copy_of(offer)
@@ -115,6 +119,25 @@ def test_a_leader_that_comes_back_attaches_too(board: Board) -> None:
     again = member(board, leads=True)
     assert (load_tiny(again).first.weight == 1).all()
     assert again.describe()["attached"] is True
+
+
+def test_weights_that_the_driver_lost_are_loaded_again_by_the_leader_alone(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_tiny(member(board, leads=True), read=ones)
+
+    def lost(*_: object) -> Tensor:
+        raise DriverError("cuMemImportFromShareableHandle failed: CUDA_ERROR_INVALID_VALUE (1)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShmBackend, "attach", lost)
+        with pytest.raises(DriverError, match="INVALID_VALUE"):
+            load_tiny(member(board, leads=False))
+        assert board.offers
+        again = member(board, leads=True)
+        load_tiny(again, read=ones)
+    assert again.describe()["attached"] is False
+    assert (load_tiny(member(board, leads=False)).first.weight == 1).all()
 
 
 @pytest.mark.parametrize("leads", [True, False])

@@ -100,10 +100,19 @@ class WeightKeeper:
             return Message("refused", reason=refusal) if refusal else Message("done")
         if question.offer is not None:
             question.offer.close()
+        if question.kind == "withdraw" and instance is not None and instance.weight_role == "leader":
+            self._withdraw(instance.name, question.model)
+            return Message("done")
         if question.kind != "fetch" or instance is None or instance.weight_role == "own":
             return Message("refused", reason=f"process {pid} shares no weights here")
         offer = self._offers.get(instance.weight_leader or instance.name, {}).get(question.model)
         return Message("nothing") if offer is None else Message("offer", offer=offer)
+
+    def _withdraw(self, leader: str, model: str) -> None:
+        offer = self._offers.get(leader, {}).pop(model, None)
+        if offer is not None:
+            log.warning("'%s' cannot use the weights of '%s' that were kept, and loads them again", leader, model)
+            offer.close()
 
     def _take(self, instance: InstancePlan | None, model: str, offer: Offer) -> str:
         """Why not; empty where the offer is kept."""

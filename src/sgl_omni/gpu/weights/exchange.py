@@ -28,7 +28,7 @@ _PACKET = 16 * 1024
 _DESCRIPTORS = socket.CMSG_SPACE(2 * array.array("i").itemsize)
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-Kind = Literal["publish", "fetch", "offer", "nothing", "done", "refused"]
+Kind = Literal["publish", "fetch", "withdraw", "offer", "nothing", "done", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,10 @@ class Exchange:
     def publish(self, model: str, offer: Offer) -> None:
         """Hands the weights over for the group. Raises ``WeightShareError`` where that is not this process's to do."""
         self._ask(Message("publish", model, offer))
+
+    def withdraw(self, model: str) -> None:
+        """Says that the group's weights are of no use any more. Only its leader may."""
+        self._ask(Message("withdraw", model))
 
     def _ask(self, question: Message) -> Message:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:

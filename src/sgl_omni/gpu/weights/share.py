@@ -14,6 +14,7 @@ from torch import Tensor
 from sgl_omni.errors import WeightShareError
 from sgl_omni.gpu.weights.arena import Arena, views
 from sgl_omni.gpu.weights.backend import Backend
+from sgl_omni.gpu.weights.cuda_driver import DriverError
 from sgl_omni.gpu.weights.exchange import Exchange, Offer
 from sgl_omni.gpu.weights.ipc import IpcBackend
 from sgl_omni.gpu.weights.manifest import Manifest
@@ -103,17 +104,13 @@ class SharedWeights:
             wanted, architecture=policy.architecture, fingerprint=fingerprint, private=policy.private
         )
         device = torch.device(device)
-        offer = self._exchange.fetch(self._model)
-        if offer is not None:
-            name, memory = self._attach(offer, expected, device)
-        elif self._may_load:
-            name, memory = self._load(expected, fill, device)
-        else:
-            raise WeightShareError(f"stage '{self._model}': the group's leader has not published its weights")
+        found = self._attach(expected, device)
+        attached = found is not None
+        name, memory = found or self._load(expected, fill, device)
         self._arena = Arena(expected, memory)
         self.facts = SharedFacts(
             backend=name,
-            attached=offer is not None,
+            attached=attached,
             bytes=expected.shared_bytes,
             seconds=round(time.monotonic() - started, 3),
         )
@@ -149,10 +146,22 @@ class SharedWeights:
         facts = self.facts
         return {"backend": facts.backend, "attached": facts.attached, "bytes": facts.bytes, "seconds": facts.seconds}
 
-    def _attach(self, offer: Offer, expected: Manifest, device: torch.device) -> tuple[str, Tensor]:
+    def _attach(self, expected: Manifest, device: torch.device) -> tuple[str, Tensor] | None:
+        """None: there is nothing to attach to, and this process is the one to load."""
+        offer = self._exchange.fetch(self._model)
+        if offer is None:
+            if not self._may_load:
+                raise WeightShareError(f"stage '{self._model}': the group's leader has not published its weights")
+            return None
         try:
             expected.check_same(offer.manifest())
             return offer.backend, backend_named(offer.backend).attach(offer.handle, expected.size, device)
+        except DriverError as error:
+            if not self._may_load:
+                raise
+            log.warning("stage '%s': the driver no longer has the weights that were kept: %s", self._model, error)
+            self._exchange.withdraw(self._model)
+            return None
         finally:
             offer.close()
 
