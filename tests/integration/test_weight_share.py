@@ -210,7 +210,7 @@ async def test_whoever_is_killed_under_load_comes_back_without_reading_the_check
         opened.write(bytes(info.st_size // 2))
     os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
 
-    load = [asyncio.ensure_future(ask(pipeline, PROMPTS[i % 8], max_new_tokens=120)) for i in range(24)]
+    load = [asyncio.ensure_future(ask(pipeline, PROMPTS[i % 8], max_new_tokens=120, tell_pid=True)) for i in range(24)]
     await asyncio.sleep(0.2)
     before = instances(pipeline)
     os.kill(before[victim]["pid"], signal.SIGKILL)

@@ -24,15 +24,22 @@ POLICY = SharePolicy("LlamaForCausalLM")
 class CarelessTask(TokenTask):
     """Writes into a weight when a request says so."""
 
-    model: CausalModel
+    def __init__(self, model: CausalModel) -> None:
+        inputs = InputSpec(vocab_sizes=(model.config.vocab_size,), hidden_size=model.config.hidden_size)
+        super().__init__(inputs, eos_ids=model.config.eos_ids)
+        self.model = model
+        self.curious: set[str] = set()
 
     def parse(self, request_id: str, payload: Payload) -> Any:
+        if payload.get("tell_pid"):
+            self.curious.add(request_id)
         if payload.get("write"):
             self.model.embedding.weight.add_(1)
         return super().parse(request_id, payload)
 
     def result(self, request: Any) -> Payload:
-        return {**super().result(request), "pid": os.getpid()}
+        told = {"pid": os.getpid()} if request.id in self.curious else {}
+        return {**super().result(request), **told}
 
 
 class MortalShm(ShmBackend):
@@ -55,10 +62,7 @@ def decoder(
     model = CausalModel.load(Path(model_path), device, weights=weights, policy=POLICY)
     if weights is not None:
         weights.verify(tensors_of(model))
-    inputs = InputSpec(vocab_sizes=(model.config.vocab_size,), hidden_size=model.config.hidden_size)
-    task = CarelessTask(inputs, eos_ids=model.config.eos_ids)
-    task.model = model
-    return EngineStage(AutoregressiveEngine.build(model, task, EngineSettings.parse(engine or {})))
+    return EngineStage(AutoregressiveEngine.build(model, CarelessTask(model), EngineSettings.parse(engine or {})))
 
 
 def oblivious(gpu_id: int | None = None, engine: dict[str, Any] | None = None) -> EngineStage:
