@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conftest import HERE
-from test_weight_share import PROMPTS, checkpoint  # noqa: F401 - the fixture
+from test_weight_share import PROMPTS
 
 CONFIG = """
 model_path: {model}
@@ -42,13 +42,13 @@ def prompts(**fields: Any) -> list[dict[str, Any]]:
     return [{"prompt_ids": prompt, "max_new_tokens": 8, **fields} for prompt in PROMPTS[:4]]
 
 
-def test_a_model_that_only_reads_its_weights_passes(tmp_path: Path, checkpoint: Path) -> None:  # noqa: F811
+def test_a_model_that_only_reads_its_weights_passes(tmp_path: Path, checkpoint: Path) -> None:
     status, verdict = audit(tmp_path, checkpoint, prompts(), "--rounds", "2")
     assert (status, verdict["passed"], verdict["problems"]) == (0, True, [])
     assert (verdict["backend"], verdict["requests"]) == ("shm", 8 + 16 + 8)
 
 
-def test_a_model_that_writes_to_its_weights_is_caught(tmp_path: Path, checkpoint: Path) -> None:  # noqa: F811
+def test_a_model_that_writes_to_its_weights_is_caught(tmp_path: Path, checkpoint: Path) -> None:
     status, verdict = audit(tmp_path, checkpoint, prompts(write=True))
     assert (status, verdict["passed"]) == (1, False)
     (problem,) = verdict["problems"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -14,14 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from conftest import Start, eventually
 from servers import ROOT, Server, serving
 from sgl_omni.config.load import load_config
-from sgl_omni.engine.decoder_config import DecoderConfig
-from sgl_omni.engine.model import CausalModel
 from sgl_omni.errors import ProcessExited, StartupError
 from sgl_omni.models.registry import PipelineRegistry
 from sgl_omni.runtime.pipeline import Pipeline
@@ -46,33 +42,6 @@ processes:
   llm: {{num_replicas: {replicas}, replica_devices: {devices}}}
 """
 PROMPTS = [[i, 3 * i % 97, 7, i + 1] for i in range(1, 9)]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of random weights, 26 MB, under the names that such checkpoints have."""
-    folder = tmp_path_factory.mktemp("llama")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 2048,
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "max_position_embeddings": 512,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    model = CausalModel(DecoderConfig.parse(config))
-    generator = torch.Generator().manual_seed(0)
-    slots = model.slots("model.", "lm_head")
-    tensors = {slot.name: torch.randn(slot.shape, generator=generator) * 0.2 for slot in slots}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 def plan_for(folder: Path, checkpoint: Path, **changes: Any) -> Plan:
