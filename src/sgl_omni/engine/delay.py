@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class DelayPattern:
@@ -34,6 +37,26 @@ class DelayPattern:
             after = end is not None and step >= end + delay
             if before or after:
                 row[column] = self.eos_id if column == 0 and step == end else self.pad_id
+
+    def fill_rows(self, rows: Tensor, steps: Tensor, ends: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+        """``fill`` for a batch on its device, which also finds the ends: rows int64 [n, columns], the others [n].
+
+        ``ends`` is -1 where the number of frames is not known yet; ``limits``: frames at which the audio is cut.
+        Returns the rows and the ends.
+        """
+        reached = (ends < 0) & ((rows[:, 0] == self.eos_id) | (steps >= limits))
+        ends = torch.where(reached, steps, ends)
+        column = torch.arange(len(self.delays), device=rows.device)
+        late = steps[:, None] - self._delays_on(rows.device)
+        outside = (late < 0) | ((ends >= 0)[:, None] & (late >= ends[:, None]))
+        at_end = (steps == ends)[:, None] & (column == 0)
+        filled = torch.where(at_end, self.eos_id, self.pad_id)
+        return torch.where(outside, filled, rows), ends
+
+    def _delays_on(self, device: torch.device) -> Tensor:
+        # Not from a list: a copy from the host cannot be captured into a graph.
+        columns = [torch.full((1,), delay, dtype=torch.int64, device=device) for delay in self.delays]
+        return torch.cat(columns)
 
     def known_frames(self, rows: int, end: int | None) -> int:
         """Frames whose every codebook is among the first ``rows`` rows."""
