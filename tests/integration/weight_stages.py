@@ -12,7 +12,7 @@ from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.model import CausalModel
 from sgl_omni.engine.task import InputSpec, TokenTask
-from sgl_omni.engine.weights import SharePolicy, WeightStore, tensors_of
+from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.gpu.weights.share import SharedWeights
 from sgl_omni.gpu.weights.shm import ShmBackend
 from sgl_omni.runtime.stage import EngineStage
@@ -60,8 +60,7 @@ def decoder(
     if mortal and isinstance(weights, SharedWeights):
         weights._choose_backend = lambda _: MortalShm()
     model = CausalModel.load(Path(model_path), device, weights=weights, policy=POLICY)
-    if weights is not None:
-        weights.verify(tensors_of(model))
+    model.verify_weights()
     return EngineStage(AutoregressiveEngine.build(model, CarelessTask(model), EngineSettings.parse(engine or {})))
 
 

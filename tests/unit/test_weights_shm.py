@@ -25,6 +25,8 @@ from sgl_omni.gpu.weights.exchange import Offer
 from sgl_omni.gpu.weights.manifest import Manifest
 from sgl_omni.gpu.weights.share import SharedWeights, backend_named, best_backend
 from sgl_omni.gpu.weights.shm import ShmBackend
+from sgl_omni.models.demo_voice.model import VoiceDecoder
+from sgl_omni.models.demo_voice.spec import PACKAGED_WEIGHTS
 
 CPU = torch.device("cpu")
 POLICY = SharePolicy("Tiny", private=("state",))
@@ -260,10 +262,14 @@ def test_a_decoder_is_the_same_from_shared_weights(board: Board, tmp_path: Path)
     own = tensors_of(CausalModel.load(folder))
     leader, follower = member(board, leads=True), member(board, leads=False)
     for store in (leader, follower):
-        found = tensors_of(CausalModel.load(folder, weights=store, policy=policy))
+        model = CausalModel.load(folder, weights=store, policy=policy)
+        found = tensors_of(model)
         assert found.keys() == own.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in own.items())
-        store.verify(found)
+        model.verify_weights()
+        model.decoder.norm.weight = nn.Parameter(model.decoder.norm.weight.clone(), requires_grad=False)
+        with pytest.raises(WeightShareError, match=r"decoder\.norm\.weight is no longer in the shared memory"):
+            model.verify_weights()
     assert follower.describe()["bytes"] == sum(tensor.nbytes for tensor in own.values())
 
 
@@ -277,6 +283,17 @@ def test_checkpoints_load_the_same_with_and_without_conversion(
     model = CausalModel.load(folder, dtype=wanted)
     for slot in model.slots("model.", "lm_head"):
         assert torch.equal(slot.target, source[slot.name].to(wanted)), slot.name
+
+
+def test_the_demo_voice_uses_the_shared_tensors_in_place(board: Board) -> None:
+    leader, follower = member(board, leads=True), member(board, leads=False)
+    models = [VoiceDecoder.load(PACKAGED_WEIGHTS, weights=store) for store in (leader, follower)]
+    for model in models:
+        model.verify_weights()
+        assert {"embedding", "rotations", "head_bias"} <= model.tensors().keys()
+    ids = torch.tensor([[5, 9, 11, 2], [0, 1, 2, 3]])
+    assert torch.equal(*(model.embed_ids(ids) for model in models))
+    assert torch.equal(models[1].embed_ids(ids), VoiceDecoder.load(PACKAGED_WEIGHTS).embed_ids(ids))
 
 
 def test_columns_and_rows_of_a_tensor_are_its_own(tmp_path: Path) -> None:

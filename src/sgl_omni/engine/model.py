@@ -18,7 +18,7 @@ from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding, parameter
 from sgl_omni.engine.request import Chunk, Request
 from sgl_omni.engine.shard import Shard
-from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module
+from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
 
 
 class StepModel(ABC):
@@ -37,6 +37,13 @@ class StepModel(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device: ...
+
+    def verify_weights(self) -> None:
+        """Raises ``WeightShareError`` where shared weights are no longer where they were attached.
+
+        To be called right before a CUDA graph is captured, which remembers their addresses.
+        """
+        return
 
     @abstractmethod
     def embed_ids(self, ids: Tensor) -> Tensor:
@@ -119,6 +126,7 @@ class CausalModel(nn.Module, StepModel):
         self.embedding = Embedding(embedding_rows or config.vocab_size, config.hidden_size, column_offsets)
         self.decoder = Decoder(config, shard)
         tied = config.tied_embeddings
+        self._weights: WeightStore = OwnWeights()
         self.head = None if tied else parameter(columns * (head_size or config.vocab_size), config.hidden_size)
 
     @classmethod
@@ -151,7 +159,11 @@ class CausalModel(nn.Module, StepModel):
             policy=policy,
             fingerprint=checkpoint.fingerprint(),
         )
+        model._weights = weights or OwnWeights()
         return model.eval()
+
+    def verify_weights(self) -> None:
+        self._weights.verify(tensors_of(self))
 
     @property
     def kv_shape(self) -> KVShape:

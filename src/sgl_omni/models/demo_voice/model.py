@@ -111,9 +111,10 @@ class _Layer:
 class VoiceDecoder(StepModel):
     """The device side of the demo voice: rows of ids in, logits [rows, codebooks, head_vocab] out."""
 
-    def __init__(self, spec: VoiceSpec, weights: Mapping[str, Tensor]) -> None:
-        """``weights``: those of ``arrange``, all on one device; they may be read-only."""
+    def __init__(self, spec: VoiceSpec, weights: Mapping[str, Tensor], store: WeightStore) -> None:
+        """``weights``: those of ``arrange``, all on one device, as ``store`` gave them; they may be read-only."""
         self.spec = spec
+        self._store = store
         self.columns = spec.num_codebooks
         self._embedding = weights["embedding"]
         self._device = self._embedding.device
@@ -125,6 +126,7 @@ class VoiceDecoder(StepModel):
             for i in range(spec.num_layers)
         ]
         self._head = PackedLinear(weights["head"], weights["head_bias"])
+        self._head_bias = weights["head_bias"]
         self._rotations = weights["rotations"]
 
     @classmethod
@@ -141,9 +143,10 @@ class VoiceDecoder(StepModel):
         found = store.obtain(
             shapes(spec), device, fill, policy=SHARE_POLICY, fingerprint=Checkpoint(folder).fingerprint()
         )
-        model = cls(spec, found)
-        store.verify(model.tensors())
-        return model
+        return cls(spec, found, store)
+
+    def verify_weights(self) -> None:
+        self._store.verify(self.tensors())
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Those of ``arrange`` that are used as they were given."""
@@ -153,7 +156,8 @@ class VoiceDecoder(StepModel):
             for name in _Layer.__slots__
         } | {"head": self._head}
         plain = {name: linear.weight for name, linear in linears.items() if linear.weight is not None}
-        return {"embedding": self._embedding, "rotations": self._rotations, **plain}
+        used = {"embedding": self._embedding, "rotations": self._rotations, "head_bias": self._head_bias}
+        return {**used, **plain}
 
     @property
     def device(self) -> torch.device:
