@@ -78,3 +78,9 @@ class StartupError(OmniError):
     """The server could not start; the message names the process or stage and holds its last log lines."""
 
     code = "startup"
+
+
+class WeightShareError(OmniError):
+    """Replicas cannot share weights as planned. Names the group or the tensor and says what to do."""
+
+    code = "weight_share"

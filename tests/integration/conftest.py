@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -48,6 +49,39 @@ async def start(own_run_folder: Path) -> AsyncIterator[Start]:
         await pipeline.stop(drain_timeout=0)
     assert children() <= before, "a child process outlived its pipeline"
     assert not list((own_run_folder / "sgl-omni").glob("run-*")), "a run folder outlived its pipeline"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights, 26 MB, under the names that such checkpoints have."""
+    import torch
+    from safetensors.torch import save_file
+
+    from sgl_omni.engine.decoder_config import DecoderConfig
+    from sgl_omni.engine.model import CausalModel
+
+    folder = tmp_path_factory.mktemp("llama")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    model = CausalModel(DecoderConfig.parse(config))
+    generator = torch.Generator().manual_seed(0)
+    slots = model.slots("model.", "lm_head")
+    tensors = {slot.name: torch.randn(slot.shape, generator=generator) * 0.2 for slot in slots}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def children() -> set[int]:

@@ -14,6 +14,7 @@ from sgl_omni.errors import OmniError
 COMMANDS = {
     "serve": ("sgl_omni.cli.serve:command", "Start a pipeline and its HTTP server."),
     "config": ("sgl_omni.cli.config:app", "Check, explain and draw a configuration; starts nothing."),
+    "audit": ("sgl_omni.cli.audit:command", "Tell whether replicas of a model may share its weights."),
     "mps": ("sgl_omni.cli.mps:app", "See what runs on CUDA MPS, and clean up after servers that died."),
     "demo": ("sgl_omni.cli.demo:command", "Start the built-in voice and let it speak a sentence."),
 }

@@ -150,7 +150,6 @@ def refuse_what_cannot_run(plan: Plan, cls: type[PipelineConfig]) -> None:
     if not cls.runnable:
         raise cls.not_runnable()
     missing = [f"tensor parallelism (process '{p.name}', size {p.tp_size})" for p in plan.processes if p.tp_size > 1]
-    missing += [f"weight sharing (process '{g.process}' on GPU {g.device})" for g in plan.sharing_groups]
     if missing:
         raise StartupError(f"this version plans but does not run yet: {'; '.join(missing)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sgl_omni.engine.tensor_file import Rows, TensorFile, read_all
 from sgl_omni.errors import OmniError
 
 
@@ -56,6 +58,15 @@ class Checkpoint:
     def names(self, prefix: str = "") -> list[str]:
         return sorted(name for name in self._file_of if name.startswith(prefix))
 
+    def fingerprint(self) -> str:
+        """Tells this checkpoint from another, or from itself after a change, without reading its data: by its
+        configuration, its files' headers, their sizes and the times of their last changes."""
+        parts = [(self.folder / "config.json").read_bytes() if (self.folder / "config.json").is_file() else b""]
+        for name in sorted(set(self._file_of.values())):
+            with _opened(self.folder / name) as file:
+                parts.append(f"{name} {file.fingerprint}".encode())
+        return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
     @torch.no_grad()
     def load(self, slots: Iterable[Slot], *, prefix: str = "", ignore: Sequence[str] = ()) -> None:
         """Fills all slots. Every tensor below ``prefix`` must have one, unless a pattern of ``ignore`` matches it.
@@ -71,7 +82,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}, tensors below {prefix!r}: {'; '.join(problems)}")
         with ExitStack() as stack:
             names = {self._file_of[slot.name] for slot in wanted}
-            files = {name: stack.enter_context(safe_open(self.folder / name, "pt")) for name in sorted(names)}
+            files = {name: stack.enter_context(_readable(self.folder / name)) for name in sorted(names)}
             parts = [(slot, files[self._file_of[slot.name]].get_slice(slot.name)) for slot in wanted]
             wrong = [
                 f"{slot.name} is {part.get_shape()}, not {[*slot.shape]}"
@@ -80,8 +91,18 @@ class Checkpoint:
             ]
             if wrong:
                 raise CheckpointError(f"{self.folder}: {_listed(wrong)}")
+            raw = {name: stack.enter_context(_opened(self.folder / name)) for name in files}
+            straight: list[Rows] = []
             for slot, part in parts:
-                slot.target.copy_(part[slot.index])
+                rows = raw[self._file_of[slot.name]].rows(slot.name, slot.start, slot.target) if slot.dim == 0 else None
+                if rows is None:
+                    slot.target.copy_(part[slot.index])
+                else:
+                    straight.append(rows)
+            try:
+                read_all(straight)
+            except (OSError, EOFError) as error:
+                raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
@@ -104,8 +125,22 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
         return weight_map
     if not (folder / "model.safetensors").is_file():
         raise CheckpointError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
-    with safe_open(folder / "model.safetensors", "pt") as file:
+    with _readable(folder / "model.safetensors") as file:
         return dict.fromkeys(_keys(file), "model.safetensors")
+
+
+def _readable(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _opened(path: Path) -> TensorFile:
+    try:
+        return TensorFile(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _keys(file: Any) -> Iterator[str]:

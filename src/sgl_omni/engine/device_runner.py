@@ -84,6 +84,7 @@ class DeviceRunner:
     ) -> None:
         """``cache`` has one page more than the pool, for padding. Graphs are captured here, for up to
         ``graph_batch`` decoding requests and up to ``graph_rows`` rows with prompts; 0 turns them off."""
+        self._model = model
         self._columns = model.columns
         self._device = cache.device
         self._axes = model.axes
@@ -259,6 +260,7 @@ class DeviceRunner:
             s = min(n, self._max_rows)
             self._graph_chosen[:s] = self._step(StepInputs.of(self._graph_inputs, n, self._columns, s))
 
+        self._model.verify_weights()
         # Zeros are row 0 at position 0, which is nobody's yet; its page is the scratch page.
         self._graphs = StepGraphs(step, buckets)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.cross_attention import SourceShape
-from sgl_omni.engine.decoder import Decoder, materialise
+from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.hidden import LAST
@@ -21,6 +21,7 @@ from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding, parameter
 from sgl_omni.engine.request import Chunk, Request
 from sgl_omni.engine.shard import Shard
+from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
 
 
 class StepModel(ABC):
@@ -51,6 +52,13 @@ class StepModel(ABC):
     def source_kv(self, source: Tensor) -> Tensor:
         """Keys and values [layers, 2, frames, kv_heads, head_dim] of an encoder's output [frames, width]."""
         raise NotImplementedError
+
+    def verify_weights(self) -> None:
+        """Raises ``WeightShareError`` where shared weights are no longer where they were attached.
+
+        To be called right before a CUDA graph is captured, which remembers their addresses.
+        """
+        return
 
     @abstractmethod
     def embed_ids(self, ids: Tensor) -> Tensor:
@@ -146,6 +154,7 @@ class CausalModel(nn.Module, StepModel):
         self.embedding = Embedding(embedding_rows or config.vocab_size, config.hidden_size, column_offsets)
         self.decoder = Decoder(config, shard, kept_layers)
         tied = config.tied_embeddings
+        self._weights: WeightStore = OwnWeights()
         self.head = None if tied else parameter(columns * (head_size or config.vocab_size), config.hidden_size)
 
     @classmethod
@@ -158,15 +167,32 @@ class CausalModel(nn.Module, StepModel):
         prefix: str = "model.",
         head: str = "lm_head",
         kept_layers: Sequence[int] = (),
+        weights: WeightStore | None = None,
+        policy: SharePolicy | None = None,
     ) -> CausalModel:
-        """Reads a checkpoint whose decoder lies below ``prefix`` and whose head is ``<head>.weight``."""
+        """Reads a checkpoint whose decoder lies below ``prefix`` and whose head is ``<head>.weight``.
+
+        Its tensors live where ``weights`` says, in memory of their own by default; ``policy`` is asked for where
+        replicas share them.
+        """
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(DecoderConfig.parse(checkpoint.config()), kept_layers=kept_layers)
-        materialise(model, device, dtype)
         ignore = ["*.rotary_emb.inv_freq"] + [f"{head}.weight"] * model.config.tied_embeddings
-        checkpoint.load(model.slots(prefix, head), ignore=ignore)
+        load_module(
+            model,
+            weights or OwnWeights(),
+            lambda: checkpoint.load(model.slots(prefix, head), ignore=ignore),
+            device=device,
+            dtype=dtype,
+            policy=policy,
+            fingerprint=checkpoint.fingerprint(),
+        )
+        model._weights = weights or OwnWeights()
         return model.eval()
+
+    def verify_weights(self) -> None:
+        self._weights.verify(tensors_of(self))
 
     @property
     def kv_shape(self) -> KVShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from typing import TYPE_CHECKING
 
 from sgl_omni.gpu.memory import cap_allocator
 from sgl_omni.runtime.engine_runner import EngineRunner
@@ -13,14 +14,18 @@ from sgl_omni.runtime.stream_runner import StreamRunner
 from sgl_omni.runtime.wiring import load_object
 from sgl_omni.topology.plan import InstancePlan, Plan, StagePlan
 
+if TYPE_CHECKING:
+    from sgl_omni.engine.weights import WeightStore
+
 log = logging.getLogger("sgl_omni.build")
 
 
-def build_runner(stage: StagePlan, plan: Plan, device: int | None) -> Runner:
+def build_runner(stage: StagePlan, plan: Plan, device: int | None, weights: WeightStore | None) -> Runner:
     """Calls the stage's factory with its own arguments and those of the offered ones that its signature names.
 
     Args:
         device: the GPU of this instance; None for a CPU stage.
+        weights: gives the stage's model its tensors; None where it has memory of its own.
 
     Raises:
         TypeError: the factory returned no stage, or one that cannot take the stream that leads to it.
@@ -32,6 +37,7 @@ def build_runner(stage: StagePlan, plan: Plan, device: int | None) -> Runner:
         "gpu_id": device,
         "device": f"cuda:{device}" if device is not None and plan.platform == "cuda" else "cpu",
         "engine": stage.engine or {},
+        "weights": weights,
     }
     declared = inspect.signature(factory).parameters
     arguments = {key: value for key, value in offered.items() if key in declared} | stage.factory_args
@@ -41,8 +47,11 @@ def build_runner(stage: StagePlan, plan: Plan, device: int | None) -> Runner:
     return runner
 
 
-def enforce_budgets(plan: Plan, instance: InstancePlan, device: int | None) -> None:
-    """Holds this process to the budgets of its GPU stages, where one of them says `enforce_total_reserve`."""
+def enforce_budgets(plan: Plan, instance: InstancePlan, device: int | None, beside: int = 0) -> None:
+    """Holds this process to the budgets of its GPU stages, where one of them says `enforce_total_reserve`.
+
+    `beside`: bytes of them that are held outside torch's allocator.
+    """
     stages = [plan.stage(name) for name in instance.stages]
     if device is None or not any(stage.enforce_budget for stage in stages):
         return
@@ -53,7 +62,7 @@ def enforce_budgets(plan: Plan, instance: InstancePlan, device: int | None) -> N
         return
     fraction = sum(stage.budget_fraction or 0.0 for stage in stages)
     size = sum(stage.budget_bytes or 0 for stage in stages)
-    cap = cap_allocator(device, fraction=fraction, size=size)
+    cap = cap_allocator(device, fraction=fraction, size=size, beside=beside)
     log.info("this process's torch allocator is held to %.2f GiB of GPU %d", cap / 2**30, device)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from sgl_omni.gpu.devices import GpuFacts, gpu_facts
+from sgl_omni.runtime.capacity import kv_capacity
 from sgl_omni.runtime.coordinator import DEFAULT_MAX_IN_FLIGHT, DEFAULT_TIMEOUT, Coordinator, RequestHandle
 from sgl_omni.runtime.rundir import RunDir
 from sgl_omni.runtime.stage import Payload
@@ -118,7 +119,7 @@ class Pipeline:
         return "degraded" if serving >= {i.plan.process for i in instances} else "unavailable"
 
     def health(self) -> dict[str, Any]:
-        """The state of every instance."""
+        """The state of every instance; KV capacities by stage, and what it shares, are those of its last start."""
         return {
             "status": self.status,
             "model": self.plan.name,
@@ -134,6 +135,8 @@ class Pipeline:
                     "pid": i.pid,
                     "in_flight": self.coordinator.in_flight[i.name],
                     "restarts": i.restarts,
+                    "kv_capacity_tokens": kv_capacity(i.facts),
+                    "weights": i.facts.get("weights"),
                 }
                 for i in self.supervisor.instances.values()
             ],

@@ -17,12 +17,14 @@ from typing import Any, Literal
 from sgl_omni.errors import StartupError
 from sgl_omni.gpu.devices import GpuFacts, gpu_facts
 from sgl_omni.gpu.mps import MpsError
+from sgl_omni.runtime.capacity import unequal_capacity
 from sgl_omni.runtime.channel import Channel
 from sgl_omni.runtime.coordinator import Coordinator
 from sgl_omni.runtime.logs import LogTap
 from sgl_omni.runtime.messages import Message, Ready, Spawn, StartFailed, Stats, StatsQuery, Stop
 from sgl_omni.runtime.mps_guard import MpsGuard
 from sgl_omni.runtime.rundir import RunDir, base_folder
+from sgl_omni.runtime.weight_keeper import WeightKeeper
 from sgl_omni.topology.plan import InstancePlan, Plan
 
 log = logging.getLogger("sgl_omni.supervisor")
@@ -51,6 +53,7 @@ class Instance:
     tap: LogTap | None = None
     pidfd: int = -1
     ready: asyncio.Future[None] | None = None
+    up: asyncio.Event = field(default_factory=asyncio.Event)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     gauges: dict[str, float] = field(default_factory=dict[str, float])
@@ -90,6 +93,7 @@ class Supervisor:
         self._stopping = False
         self._restarts: set[asyncio.Task[None]] = set()
         self._mps = MpsGuard(plan, base_folder() / "mps", run_dir.path, facts, self._mps_server_died)
+        self._weights = WeightKeeper(run_dir.path, self._instance_of)
         self.instances = {i.name: Instance(i) for i in plan.instances}
         self.failure: asyncio.Future[str] = self._loop.create_future()
 
@@ -104,6 +108,8 @@ class Supervisor:
             MpsError: MPS cannot be used, or a process did not attach to it.
         """
         await self._mps.acquire()
+        if self._plan.sharing_groups:
+            self._weights.listen()
         for wave in self._plan.spawn_waves:
             instances = [self.instances[name] for name in wave]
             for instance in instances:
@@ -113,7 +119,16 @@ class Supervisor:
                 late = [i for i in instances if i.state == "starting"]
                 report = "".join(f"\n  '{i.name}' (pid {i.pid}){i.last_lines()}" for i in late)
                 raise StartupError(f"not ready within {within:g} s:{report}")
+        unequal = self._unequal_capacity()
+        if unequal is not None:
+            raise StartupError(unequal)
         await self._verify_mps()
+
+    def _unequal_capacity(self) -> str | None:
+        return unequal_capacity(self._plan, {i.name: i.facts for i in self.instances.values() if i.state == "ready"})
+
+    def _instance_of(self, pid: int) -> InstancePlan | None:
+        return next((i.plan for i in self.instances.values() if i.pid == pid), None)
 
     async def _all_ready(self, waiting: list[asyncio.Future[None]], within: float) -> bool:
         """False when the time is up. One that cannot start, or dies after it was ready, ends the start at once."""
@@ -138,9 +153,11 @@ class Supervisor:
         await self._mps.verify(ready)
 
     def _mps_server_died(self, server: int, clients: set[str]) -> None:
-        """Its clients can compute no more, so each ends now and is treated as any process that died."""
+        """Its clients can compute no more, so each ends now and is treated as any process that died. Weights that
+        they shared were memory of that server's clients, and are loaded again."""
         for name in clients:
             instance = self.instances[name]
+            self._weights.forget(name)
             instance.doom = f" because its MPS server (pid {server}) died"
             self._kill_if_alive(instance, instance.process)
 
@@ -195,6 +212,7 @@ class Supervisor:
             instance.state = "ready"
             instance.facts = message.facts
             instance.ready_since = time.monotonic()
+            instance.up.set()
             self._coordinator.attach(instance.name, channel)
             if instance.ready is not None and not instance.ready.done():
                 instance.ready.set_result(None)
@@ -231,6 +249,7 @@ class Supervisor:
             instance.tap.finish()
         how = describe_exit(status) + instance.doom
         instance.doom = ""
+        instance.up.clear()
         self._coordinator.detach(instance.name, how)
         if instance.channel is not None:
             instance.channel.flush()
@@ -243,9 +262,20 @@ class Supervisor:
             return
         log.error("instance '%s' (pid %d) %s%s", instance.name, process.pid, how, instance.last_lines())
         if self._plan.on_process_exit == "restart":
+            self._end_weights_of(instance)
             self._schedule_restart(instance)
         elif not self.failure.done():
             self.failure.set_result(f"instance '{instance.name}' (pid {process.pid}) {how}{instance.last_lines()}")
+
+    def _end_weights_of(self, leader: Instance) -> None:
+        """Where a dead leader's weights went with it, its followers compute on nothing: they end too."""
+        if not self._weights.ends_with_leader(leader.name):
+            return
+        self._weights.forget(leader.name)
+        for instance in self.instances.values():
+            if instance.plan.weight_leader == leader.name and instance.state in ("starting", "ready"):
+                instance.doom = f" because '{leader.name}', whose weights it shared, ended"
+                self._kill_if_alive(instance, instance.process)
 
     def _start_report(self, instance: Instance, how: str) -> str:
         failed = instance.failed_start
@@ -280,6 +310,9 @@ class Supervisor:
         """Tries until the instance is ready, waiting twice as long after each failure."""
         while not self._stopping:
             await asyncio.sleep(instance.backoff)
+            leader = instance.plan.weight_leader
+            if leader is not None and not self._weights.holds(leader):
+                await self.instances[leader].up.wait()
             instance.backoff = min(2 * instance.backoff, MAX_BACKOFF)
             instance.restarts += 1
             try:
@@ -291,6 +324,12 @@ class Supervisor:
                 instance.state = "restarting"
                 continue
             log.info("instance '%s' is back (pid %s)", instance.name, instance.pid)
+            unequal = self._unequal_capacity()
+            if unequal is not None:
+                log.error("%s", unequal)
+                instance.doom = " because it came back with another KV capacity"
+                self._kill_if_alive(instance, instance.process)
+                return
             await self._verify_mps_again(instance)
             return
 
@@ -310,6 +349,7 @@ class Supervisor:
         self._begin_stop()
         for group in self._plan.shutdown_order:
             await asyncio.gather(*(self._stop_one(self.instances[name]) for name in group))
+        self._weights.close()
         await self._mps.release()
 
     def kill(self) -> None:

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -49,6 +49,9 @@ from sgl_omni.runtime.stage import Payload
 from sgl_omni.runtime.wiring import Wiring, cut_others, load_object
 from sgl_omni.topology.plan import StagePlan
 
+if TYPE_CHECKING:
+    from sgl_omni.gpu.weights.share import SharedWeights
+
 log = logging.getLogger("sgl_omni.worker")
 
 TOMBSTONE_SECONDS = 5.0
@@ -70,6 +73,7 @@ class Worker:
         self._runners: dict[str, Runner] = {}
         self._routes: dict[str, Any] = {}
         self._merges: dict[str, Any] = {}
+        self._shared: dict[str, dict[str, Any]] = {}
         self._active: dict[str, dict[str, StageRequest]] = {}
         self._tombstones: dict[str, float] = {}
         self._late = 0
@@ -106,11 +110,24 @@ class Worker:
 
     def _build(self, stage: StagePlan) -> None:
         device = self._local_device() if stage.gpu else None
-        self._runners[stage.name] = build_runner(stage, self._plan, device)
+        weights = self._shared_weights(stage) if stage.gpu and self._instance.weight_role != "own" else None
+        self._runners[stage.name] = build_runner(stage, self._plan, device, weights)
+        if weights is not None and (stage.engine is not None or weights.facts is not None):
+            self._shared[stage.name] = weights.describe()
+            if self._instance.weight_role == "leader":  # the group's weights count once, against its leader's budget
+                held = sum(int(model["bytes"]) for model in self._shared.values())
+                enforce_budgets(self._plan, self._instance, device, held)
         if stage.route_fn:
             self._routes[stage.name] = load_object(stage.route_fn)
         if stage.merge_fn:
             self._merges[stage.name] = load_object(stage.merge_fn)
+
+    def _shared_weights(self, stage: StagePlan) -> SharedWeights:
+        from sgl_omni.gpu.weights.exchange import Exchange
+        from sgl_omni.gpu.weights.share import SharedWeights  # with torch, which not every stage needs
+
+        leads = self._instance.weight_role == "leader"
+        return SharedWeights(stage.name, Exchange(self._run_dir), may_load=leads)
 
     def _local_device(self) -> int | None:
         """This instance's GPU as its process numbers it: an MPS client sees its own GPU and no other."""
@@ -118,7 +135,8 @@ class Worker:
 
     def _facts(self, seconds: float) -> dict[str, Any]:
         engines = {n: r.gauges() for n, r in self._runners.items() if isinstance(r, EngineRunner)}
-        return {"pid": os.getpid(), "build_seconds": round(seconds, 3), "engines": engines}
+        weights = {"role": self._instance.weight_role, "models": self._shared}
+        return {"pid": os.getpid(), "build_seconds": round(seconds, 3), "engines": engines, "weights": weights}
 
     def _listen(self) -> socket.socket:
         path = socket_path(self._run_dir, self._plan.instances.index(self._instance))

@@ -8,7 +8,7 @@ from sgl_omni.topology.findings import Findings, quoted
 from sgl_omni.topology.processes import ProcessGroup
 from sgl_omni.topology.source import Missing, Opaque, Signature, SourceReader
 
-INJECTED = ("model_path", "gpu_id", "device", "engine")
+INJECTED = ("model_path", "gpu_id", "device", "engine", "weights")
 """What a factory is given when its signature asks for it."""
 _TP_INJECTED = ("tp_rank", "tp_size", "nccl_port")
 _OWNED = {

@@ -14,6 +14,7 @@ from sgl_omni.engine.interface import EngineOutput
 from sgl_omni.engine.kv_cache import KVCache, PagePool
 from sgl_omni.engine.runner import ModelRunner
 from sgl_omni.engine.scheduler import Limits
+from sgl_omni.engine.weights import WeightStore
 from sgl_omni.models.demo_voice.generation import SpeechTask
 from sgl_omni.models.demo_voice.model import VoiceDecoder, prompt_rows
 from sgl_omni.models.demo_voice.spec import CodecSpec
@@ -67,9 +68,10 @@ class DemoVoiceEngine(AutoregressiveEngine):
         max_running_requests: int = 16,
         group_rows: int = 8,
         num_threads: int = 1,
+        weights: WeightStore | None = None,
     ) -> DemoVoiceEngine:
         return cls(
-            VoiceDecoder.load(folder, device),
+            VoiceDecoder.load(folder, device, weights),
             right_context=CodecSpec.load(folder).right_context,
             max_running_requests=max_running_requests,
             group_rows=group_rows,

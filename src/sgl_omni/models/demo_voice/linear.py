@@ -26,6 +26,11 @@ class PackedLinear:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight)
             self._weight = None
 
+    @property
+    def weight(self) -> Tensor | None:
+        """The weight where it is used as it was given; None where a packed copy took its place."""
+        return self._weight
+
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed is not None:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")

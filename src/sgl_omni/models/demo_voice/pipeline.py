@@ -16,6 +16,7 @@ class DemoVoicePipelineConfig(PipelineConfig):
 
     model_ids: ClassVar[tuple[str, ...]] = (MODEL_ID,)
     architectures: ClassVar[tuple[str, ...]] = ("DemoVoiceForConditionalGeneration",)
+    shareable_architectures: ClassVar[tuple[str, ...]] = ("DemoVoiceForConditionalGeneration",)
     engine_stages: ClassVar[tuple[str, ...]] = ("tts_engine",)
     process_local_edges: ClassVar[tuple[tuple[str, str], ...]] = ()
     default_stages: ClassVar[dict[str, dict[str, Any]]] = {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgl_omni.errors import StartupError
 from sgl_omni.models.demo_voice.preprocess import SpeechPreprocessor
 from sgl_omni.models.demo_voice.spec import VoiceSpec, resolve_folder
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, StreamStage
+
+if TYPE_CHECKING:
+    from sgl_omni.engine.weights import WeightStore
 
 
 def create_preprocessing(model_path: str) -> FunctionStage:
@@ -20,6 +23,7 @@ def create_engine(
     gpu_id: int | None = None,
     device: str = "cpu",
     engine: dict[str, Any] | None = None,
+    weights: WeightStore | None = None,
     max_running_requests: int = 16,
     group_rows: int = 8,
     num_threads: int = 1,
@@ -40,6 +44,7 @@ def create_engine(
             max_running_requests=_cache_rows(VoiceSpec.load(folder), engine or {}, max_running_requests),
             group_rows=group_rows,
             num_threads=num_threads,
+            weights=weights,
         )
     )
 

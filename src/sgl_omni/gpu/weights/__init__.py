@@ -1,0 +1,1 @@
+"""One set of weights for the replicas of a Process on one GPU."""
