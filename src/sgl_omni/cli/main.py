@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": ("sgl_omni.cli.serve:command", "Start a pipeline and its HTTP server."),
     "config": ("sgl_omni.cli.config:app", "Check, explain and draw a configuration; starts nothing."),
     "mps": ("sgl_omni.cli.mps:app", "See what runs on CUDA MPS, and clean up after servers that died."),
+    "router": ("sgl_omni.cli.router:command", "Relay requests to several servers behind one address."),
     "demo": ("sgl_omni.cli.demo:command", "Start the built-in voice and let it speak a sentence."),
 }
 
