@@ -64,25 +64,31 @@ async def stand_in() -> None:
 
 
 class Caller(asyncio.Protocol):
-    """Sends a request, waits for its answer, sends the next: a closed loop of one."""
+    """Sends a request, waits for its answer, sends the next at once or `pause` seconds after the last was due.
+
+    A paced request's time counts from when it was due, so that a late one hides nothing.
+    """
 
     request = b"POST /v1/x HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
         len(BODY),
         BODY,
     )
 
-    def __init__(self, until: float) -> None:
+    def __init__(self, until: float, pause: float = 0.0, offset: float = 0.0) -> None:
         self.until = until
+        self.pause = pause
+        self.offset = offset
         self.latencies: list[float] = []
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.send()
+        self.due = time.perf_counter() + self.offset
+        asyncio.get_running_loop().call_later(self.offset, self.send)
 
     def send(self) -> None:
         self.data = b""
-        self.begun = time.perf_counter()
+        self.begun = self.due if self.pause else time.perf_counter()
         self.transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
@@ -93,8 +99,12 @@ class Caller(asyncio.Protocol):
         if not self.data.startswith(b"HTTP/1.1 200 "):
             raise RuntimeError(f"unexpected answer: {self.data[:200]!r}")
         self.latencies.append(now - self.begun)
-        if now < self.until:
-            self.send()
+        self.due += self.pause
+        if max(now, self.due) < self.until:
+            if self.pause and self.due > now:
+                asyncio.get_running_loop().call_later(self.due - now, self.send)
+            else:
+                self.send()
         else:
             self.transport.close()
 
@@ -103,9 +113,11 @@ class Caller(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def drive(port: int, concurrency: int, seconds: float) -> dict[str, Any]:
+async def drive(port: int, concurrency: int, seconds: float, rate: float = 0.0) -> dict[str, Any]:
+    """Closed loop, or `rate` requests/s spread evenly over the callers."""
     begin = time.perf_counter()
-    callers = [Caller(begin + seconds) for _ in range(concurrency)]
+    pause = concurrency / rate if rate else 0.0
+    callers = [Caller(begin + seconds, pause, i * pause / concurrency) for i in range(concurrency)]
     loop = asyncio.get_running_loop()
     await asyncio.gather(*(loop.create_connection(lambda c=c: c, "127.0.0.1", port) for c in callers))
     await asyncio.gather(*(caller.done for caller in callers))
@@ -113,6 +125,7 @@ async def drive(port: int, concurrency: int, seconds: float) -> dict[str, Any]:
     taken = sorted(latency for caller in callers for latency in caller.latencies)
     return {
         "concurrency": concurrency,
+        "offered_per_s": rate or None,
         "requests": len(taken),
         "requests_per_s": round(len(taken) / wall, 1),
         "p50_ms": round(median(taken) * 1000, 4),
@@ -138,10 +151,11 @@ async def measure(direct: int, relayed: int, options: argparse.Namespace) -> dic
     levels = [int(level) for level in options.concurrency.split(",")]
     for port in places.values():
         await drive(port, max(levels), 0.5)
+    cases = [*((level, 0.0) for level in levels), (max(levels), options.rate)]
     rounds = []
     for _ in range(options.rounds):
-        for level in levels:
-            rounds.append({name: await drive(port, level, options.seconds) for name, port in places.items()})
+        for level, rate in cases:
+            rounds.append({name: await drive(port, level, options.seconds, rate) for name, port in places.items()})
     for one in rounds:
         one["throughput_ratio"] = round(one["relayed"]["requests_per_s"] / one["direct"]["requests_per_s"], 3)
         one["added_p50_ms"] = round(one["relayed"]["p50_ms"] - one["direct"]["p50_ms"], 4)
@@ -167,6 +181,7 @@ def start(*command: str) -> tuple[subprocess.Popen[str], int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--concurrency", default="1,32")
+    parser.add_argument("--rate", type=float, default=1500.0, help="requests/s of the paced measurement")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stand-in", action="store_true", help=argparse.SUPPRESS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 from typing import cast
@@ -16,6 +18,9 @@ from sgl_omni.router.upstream import MAX_HEAD
 MAX_PIPELINED = 8
 WRITE_BUFFER = 256 << 10
 LINGER_SECONDS = 1.0
+RESET = struct.pack("ii", 1, 0)
+NO_UPGRADE = (501, "the router passes no upgraded connections on")
+TOO_LONG = (431, f"the head of the request is longer than {MAX_HEAD} bytes")
 
 Take = Callable[[Exchange], None]
 """Takes a request that is ready to be answered."""
@@ -71,13 +76,13 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._fault = (501, "the router passes no upgraded connections on")
+            self._fault = NO_UPGRADE
         except httptools.HttpParserError as error:
             self._fault = (400, f"this is not HTTP: {error}")
         if self._coming is None or self._coming.id:
             self._head_bytes = 0
         elif self._head_bytes > MAX_HEAD:
-            self._fault = (431, f"the head of the request is longer than {MAX_HEAD} bytes")
+            self._fault = TOO_LONG
         if self._fault is not None and self._coming is not None:
             self._drop(self._coming)
         self._advance()
@@ -136,7 +141,9 @@ class ClientConnection(asyncio.Protocol):
         """Closing on a client that still sends would cost it the answer: what it sends is dropped for a moment."""
         self._ending = True
         self._pace()
-        self._loop.call_later(LINGER_SECONDS, self.close)
+        if self._transport is not None:
+            self._transport.write_eof()
+            self._loop.call_later(LINGER_SECONDS, self.close)
 
     # Exchanges call these.
 
@@ -163,6 +170,8 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is None:
             return
         if self._exchanges and self._exchanges[0].to_end:
+            # A zero linger makes the end a reset, the one thing that this client does not take for the answer's end.
+            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             self._transport.abort()
         else:
             self._transport.close()
@@ -199,6 +208,12 @@ class ClientConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         exchange = self._coming
         assert exchange is not None
+        if self._head_bytes > MAX_HEAD and sum(len(name) + len(value) for name, value in exchange.headers) > MAX_HEAD:
+            self._fault = TOO_LONG
+        elif self._parser.should_upgrade():
+            self._fault = NO_UPGRADE
+        if self._fault is not None:
+            return
         headers = dict(exchange.headers)
         exchange.method = self._parser.get_method()
         exchange.http10 = self._parser.get_http_version() == "1.0"
