@@ -181,12 +181,13 @@ def test_what_is_no_address_is_refused_by_name(text: str) -> None:
         parse_address(text)
 
 
-METRICS = b"""# HELP sgl_omni_instance_running running of each process instance.
-sgl_omni_instance_running{instance="tts_engine@r0"} 3.0
-sgl_omni_instance_running{instance="tts_engine@r1"} 2.0
-sgl_omni_instance_queued{instance="tts_engine@r0"} 4.0
-sgl_omni_instance_kv_capacity_tokens{instance="tts_engine@r0"} 1000.0
-sgl_omni_instance_kv_used_tokens{instance="tts_engine@r0"} 250.0
+METRICS = b"""# HELP sgl_omni_instance_tts_engine_running tts_engine.running of each process instance.
+sgl_omni_instance_vocoder_running{instance="vocoder"} 7.0
+sgl_omni_instance_tts_engine_running{instance="tts_engine@r0"} 3.0
+sgl_omni_instance_tts_engine_running{instance="tts_engine@r1"} 2.0
+sgl_omni_instance_tts_engine_queued{instance="tts_engine@r0"} 4.0
+sgl_omni_instance_tts_engine_kv_capacity_tokens{instance="tts_engine@r0"} 1000.0
+sgl_omni_instance_tts_engine_kv_used_tokens{instance="tts_engine@r0"} 250.0
 sgl_omni_requests_in_flight 9.0
 """
 

@@ -7,12 +7,7 @@ from typing import Any
 
 import msgspec
 
-GAUGES = {
-    b"sgl_omni_instance_running": "running",
-    b"sgl_omni_instance_queued": "queued",
-    b"sgl_omni_instance_kv_capacity_tokens": "capacity",
-    b"sgl_omni_instance_kv_used_tokens": "used",
-}
+from sgl_omni.gauges import read_engine_gauges
 
 BARE_BODY = 120
 """Bytes of a speech request around its text, about; what is longer is taken for text where the body is not read."""
@@ -33,23 +28,13 @@ class Load:
         return max(0, self.running + self.queued - self.known)
 
 
-def parse_load(text: bytes, known: int) -> Load | None:
+def parse_load(metrics: bytes, known: int) -> Load | None:
     """Reads a worker's /metrics; None where it reports no engine."""
-    sums = dict.fromkeys(GAUGES.values(), 0.0)
-    found = False
-    for line in text.splitlines():
-        name = GAUGES.get(line.partition(b"{")[0])
-        if name is None:
-            continue
-        try:
-            sums[name] += float(line.rpartition(b" ")[2])
-        except ValueError:
-            continue  # not a sample of ours; a worker may export what it likes
-        found = True
-    if not found:
+    found = read_engine_gauges(metrics)
+    if found is None:
         return None
-    free = 1.0 - sums["used"] / sums["capacity"] if sums["capacity"] > 0 else None
-    return Load(int(sums["running"]), int(sums["queued"]), free, known)
+    free = 1.0 - found.kv_used / found.kv_capacity if found.kv_capacity > 0 else None
+    return Load(found.running, found.queued, free, known)
 
 
 class _Text(msgspec.Struct):
