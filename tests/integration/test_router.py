@@ -490,6 +490,8 @@ def test_speech_is_the_same_directly_and_through_the_router(voices: list[Server]
                 httpx.post(f"{at}/v1/audio/speech", json=request, timeout=60) for at in (voices[0].url, url, url)
             ]
             assert len({answer.content for answer in answers}) == 1 and answers[0].status_code == 200, fields
+        workers = httpx.get(f"{url}/workers").json()["workers"]
+        assert all(w["load"]["kv_free"] > 0.5 for w in workers), "what real servers report of themselves is understood"
         from openai import OpenAI
 
         client = OpenAI(base_url=f"{url}/v1", api_key="none")

@@ -61,6 +61,8 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert len(times) == pytest.approx(10000, rel=0.05) and max(times) < 200
     assert fmean(g > 1 / 50 for g in gaps) == pytest.approx(0.368, abs=0.03)  # e^-1
     assert times == arrivals(50, 200, 5) != arrivals(50, 200, 6)
+    bursts = arrivals(50, 200, 5, burst=10)
+    assert len(bursts) == pytest.approx(10000, rel=0.15) and all(bursts.count(t) == 10 for t in set(bursts[:100]))
 
 
 def test_percentiles_are_of_nearest_rank() -> None:

@@ -32,6 +32,7 @@ class Orders(msgspec.Struct, frozen=True):
     seconds: float
     concurrency: int = 0
     rate: float = 0.0
+    burst: int = 1
     timeout: float = 120.0
 
 
@@ -143,10 +144,11 @@ class Client:
 
     async def _open_loop(self, texts: Iterator[str]) -> None:
         orders = self._orders
-        due = arrivals(orders.rate, orders.warmup + orders.seconds, orders.workload.seed + 7919 * orders.stream)
+        seed = orders.workload.seed + 7919 * orders.stream
+        due = arrivals(orders.rate, orders.warmup + orders.seconds, seed, orders.burst)
         async with asyncio.TaskGroup() as group:
             for at in due:
-                await asyncio.sleep(orders.begin + at - time.monotonic())
+                await asyncio.sleep(max(0.0, orders.begin + at - time.monotonic()))
                 group.create_task(self._request(next(texts), orders.begin + at))
 
     async def _request(self, text: str, begun: float) -> None:

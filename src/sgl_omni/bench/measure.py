@@ -36,13 +36,14 @@ class BenchError(OmniError):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is offered to each address: ``concurrency`` callers, or ``rate`` requests/s. Seconds."""
+    """What is offered to each address: ``concurrency`` callers, or ``rate`` requests/s, ``burst`` at once. Seconds."""
 
     concurrency: int = 0
     rate: float = 0.0
     warmup: float = 3.0
     seconds: float = 15.0
     timeout: float = 120.0
+    burst: int = 1
 
 
 async def measure(
@@ -64,7 +65,18 @@ async def measure(
     """
     begin = time.monotonic() + CLIENT_START_SECONDS
     orders = [
-        Orders(url, workload, streams + i, begin, load.warmup, load.seconds, load.concurrency, load.rate, load.timeout)
+        Orders(
+            url,
+            workload,
+            streams + i,
+            begin,
+            load.warmup,
+            load.seconds,
+            concurrency=load.concurrency,
+            rate=load.rate,
+            burst=load.burst,
+            timeout=load.timeout,
+        )
         for i, url in enumerate(urls)
     ]
     sampling = asyncio.ensure_future(sample(watched if watched is not None else urls, begin, load, gpu))

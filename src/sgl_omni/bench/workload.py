@@ -88,11 +88,12 @@ class Workload:
         return body if self.voice is None else {**body, "voice": self.voice}
 
 
-def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
-    """Times of a Poisson process of ``rate`` per second, from 0 on."""
+def arrivals(rate: float, seconds: float, seed: int, burst: int = 1) -> list[float]:
+    """Times of a Poisson process of ``rate`` per second, from 0 on; with ``burst``, so many come at once each time."""
     rng = random.Random(seed)
-    times, now = [], rng.expovariate(rate)
+    times: list[float] = []
+    now = rng.expovariate(rate / burst)
     while now < seconds:
-        times.append(now)
-        now += rng.expovariate(rate)
+        times += [now] * burst
+        now += rng.expovariate(rate / burst)
     return times

@@ -35,6 +35,7 @@ def app() -> None:
     help="Callers a replica, closed loop; several as 1,8,64. Left out: doubled from 1 until the plateau.",
 )
 @click.option("--rate", type=SECONDS, help="Open loop instead: requests/s for each replica, Poisson arrivals.")
+@click.option("--burst", type=click.IntRange(min=1), default=1, show_default=True, help="With --rate: arrive at once.")
 @click.option("--seconds", type=SECONDS, default=15.0, show_default=True, help="Measured, for each level.")
 @click.option("--warmup", type=click.FloatRange(0, 1e6), default=3.0, show_default=True, help="Seconds not measured.")
 @click.option("--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds that a request may take.")
@@ -61,6 +62,7 @@ def speech(
     warmup: float,
     seconds: float,
     timeout: float,
+    burst: int,
 ) -> None:
     """Speech from running servers, driven by one client process a replica.
 
@@ -79,7 +81,7 @@ def speech(
     except InvalidRequest as error:
         raise click.UsageError(str(error)) from error
     urls = [check_url(url) for url in urls]
-    load = Load(rate=rate or 0.0, warmup=warmup, seconds=seconds, timeout=timeout)
+    load = Load(rate=rate or 0.0, warmup=warmup, seconds=seconds, timeout=timeout, burst=burst)
     figures = asyncio.run(_speech(urls, workload, levels, load, gpu))
     click.echo(speech_table(figures))
     for level in figures:
