@@ -51,6 +51,8 @@ class GpuSampler:
             wanted.metrics[0].metricId = pynvml.NVML_GPM_METRIC_SM_UTIL
             pynvml.nvmlGpmMetricsGet(wanted)
             return float(wanted.metrics[0].value) / 100.0
+        except pynvml.NVMLError:
+            return None  # two samples too close to each other; the next ones will do
         finally:
             pynvml.nvmlGpmSampleFree(before)
 

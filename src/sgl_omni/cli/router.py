@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import click
 
 from sgl_omni.errors import InvalidRequest
+from sgl_omni.router.policy import POLICIES
 
 if TYPE_CHECKING:
     from sgl_omni.router.workers import Address
 
-POLICIES = ["round_robin", "random", "least_inflight", "fill_first", "power_of_two", "least_work"]
 SECONDS = click.FloatRange(0, 1e6, min_open=True)
 COUNT = click.IntRange(min=1)
 
