@@ -32,7 +32,7 @@ class _Strict(BaseModel):
 class RouterSpec(_Strict):
     """The clients talk to a router in front of the replicas."""
 
-    policy: str = "round_robin"
+    policy: str = "least_inflight"
     arguments: list[str] = Field(default_factory=list)
 
 

@@ -37,7 +37,7 @@ COUNT = click.IntRange(min=1)
     "--port", type=click.IntRange(0, 65535), default=8090, show_default=True, help="Port; 0 takes a free one."
 )
 @click.option(
-    "--policy", type=click.Choice(POLICIES), default="round_robin", show_default=True, help="Who gets a request."
+    "--policy", type=click.Choice(POLICIES), default="least_inflight", show_default=True, help="Who gets a request."
 )
 @click.option(
     "--worker-capacity", type=COUNT, default=64, show_default=True, help="Requests that `fill_first` gives a worker."

@@ -33,7 +33,7 @@ DRAIN_POLL_SECONDS = 0.05
 class RouterOptions:
     """What the command line decides. Times are in seconds."""
 
-    policy: str = "round_robin"
+    policy: str = "least_inflight"
     capacity: int = 64
     seed: int | None = None
     limits: Limits = field(default_factory=Limits)
