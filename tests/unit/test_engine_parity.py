@@ -111,11 +111,16 @@ def build(name: str, folder: Path) -> Family:
     return Family(folder, reference, CausalModel.load(folder), prompts, expected)
 
 
-def engine_for(model: CausalModel, **settings: Any) -> AutoregressiveEngine:
+def engine_for(model: CausalModel, device_rows: bool = False, **settings: Any) -> AutoregressiveEngine:
     inputs = InputSpec(vocab_sizes=(VOCABULARY,), hidden_size=model.config.hidden_size)
     task = TokenTask(inputs, eos_ids=model.config.eos_ids)
     options = EngineSettings(**{"max_total_tokens": 1024, "page_size": 4, **settings})
-    return AutoregressiveEngine.build(model, task, options, max_positions=model.config.max_positions)
+    return AutoregressiveEngine.build(
+        model, task, options, max_positions=model.config.max_positions, device_rows=device_rows
+    )
+
+
+BOTH_RUNNERS = pytest.mark.parametrize("device_rows", [False, True], ids=["at-once", "ahead"])
 
 
 def run(engine: AutoregressiveEngine, results: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
@@ -132,10 +137,11 @@ def step(engine: AutoregressiveEngine, results: dict[str, list[int]]) -> None:
             results[output.request_id] = output.result["token_ids"]
 
 
+@BOTH_RUNNERS
 @pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_tokens_equal_generate(families: dict[str, Family], name: str) -> None:
+def test_greedy_tokens_equal_generate(families: dict[str, Family], name: str, device_rows: bool) -> None:
     family = families[name]
-    engine = engine_for(family.model)
+    engine = engine_for(family.model, device_rows)
     for i, prompt in enumerate(family.prompts):
         engine.add(str(i), {"prompt_ids": prompt, "max_new_tokens": OUTPUTS})
     results = run(engine)
@@ -143,15 +149,18 @@ def test_greedy_tokens_equal_generate(families: dict[str, Family], name: str) ->
     assert len({tuple(tokens) for tokens in family.expected}) == len(LENGTHS)
 
 
+@BOTH_RUNNERS
 @pytest.mark.parametrize("pool", [400, 160, 84])
 @pytest.mark.parametrize("chunk", [3, 16, 2048])
 @pytest.mark.parametrize("name", THE_FOUR)
 def test_tight_pools_chunked_prompts_random_arrivals_and_aborts_change_no_token(
-    families: dict[str, Family], name: str, chunk: int, pool: int
+    families: dict[str, Family], name: str, chunk: int, pool: int, device_rows: bool
 ) -> None:
     family = families[name]
     rng = random.Random(f"{name} {chunk} {pool}")
-    engine = engine_for(family.model, max_total_tokens=pool, page_size=rng.choice([1, 4]), chunked_prefill_tokens=chunk)
+    engine = engine_for(
+        family.model, device_rows, max_total_tokens=pool, page_size=rng.choice([1, 4]), chunked_prefill_tokens=chunk
+    )
     arrivals = [(i, copy) for i in range(len(LENGTHS)) for copy in ("kept", "aborted")]
     rng.shuffle(arrivals)
     results: dict[str, list[int]] = {}
@@ -170,11 +179,14 @@ def test_tight_pools_chunked_prompts_random_arrivals_and_aborts_change_no_token(
     assert (stats["running"], stats["queued"], stats["kv_used_tokens"]) == (0, 0, 0)
 
 
+@BOTH_RUNNERS
 @pytest.mark.parametrize("page_size", [1, 4, 7])
 @pytest.mark.parametrize("name", THE_FOUR)
-def test_retracted_requests_resume_with_the_same_tokens(families: dict[str, Family], name: str, page_size: int) -> None:
+def test_retracted_requests_resume_with_the_same_tokens(
+    families: dict[str, Family], name: str, page_size: int, device_rows: bool
+) -> None:
     family = families[name]
-    engine = engine_for(family.model, max_total_tokens=91, page_size=page_size)
+    engine = engine_for(family.model, device_rows, max_total_tokens=91, page_size=page_size)
     for i, prompt in enumerate(family.prompts):
         engine.add(str(i), {"prompt_ids": prompt, "max_new_tokens": OUTPUTS})
     results = run(engine)
@@ -212,9 +224,10 @@ def test_the_stop_token_ends_a_request(families: dict[str, Family]) -> None:
     assert results["goes on"] == family.expected[0]
 
 
-def test_a_prompt_of_embeddings_equals_one_of_ids(families: dict[str, Family]) -> None:
+@BOTH_RUNNERS
+def test_a_prompt_of_embeddings_equals_one_of_ids(families: dict[str, Family], device_rows: bool) -> None:
     family = families["qwen3"]
-    engine = engine_for(family.model, chunked_prefill_tokens=7, max_total_tokens=90)
+    engine = engine_for(family.model, device_rows, chunked_prefill_tokens=7, max_total_tokens=90)
     table = family.reference.get_input_embeddings().weight.detach()
     for i, prompt in enumerate(family.prompts):
         engine.add(str(i), {"prompt_embeddings": table[prompt], "max_new_tokens": OUTPUTS})
@@ -222,10 +235,11 @@ def test_a_prompt_of_embeddings_equals_one_of_ids(families: dict[str, Family]) -
     assert [results[str(i)] for i in range(len(LENGTHS))] == family.expected
 
 
+@BOTH_RUNNERS
 @pytest.mark.parametrize("kind", ["prompt_ids", "prompt_embeddings"])
-def test_a_prefix_is_computed_once(families: dict[str, Family], kind: str) -> None:
+def test_a_prefix_is_computed_once(families: dict[str, Family], kind: str, device_rows: bool) -> None:
     family = families["llama"]
-    engine = engine_for(family.model)
+    engine = engine_for(family.model, device_rows)
     table = family.reference.get_input_embeddings().weight.detach()
     voice, expected = family.prompts[3], family.expected[3]
     payload = {kind: voice if kind == "prompt_ids" else table[voice], "max_new_tokens": OUTPUTS}

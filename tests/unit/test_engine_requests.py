@@ -244,7 +244,7 @@ def test_a_delay_pattern_fills_what_has_no_code() -> None:
     assert rows == [[1, PAD, PAD], [4, 5, PAD], [EOS, 8, 9], [PAD, PAD, 1], [PAD, PAD, PAD]]
     assert [pattern.known_frames(n, None) for n in range(5)] == [0, 0, 0, 1, 2]
     assert pattern.known_frames(5, end=2) == 2
-    assert pattern.frames(rows, 0, 2) == [[1, 5, 9], [4, 8, 1]]
+    assert pattern.frames(rows, 0, 2).tolist() == [[1, 5, 9], [4, 8, 1]]
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 + 5, -7])

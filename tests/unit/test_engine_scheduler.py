@@ -213,9 +213,10 @@ def request(name: str, prompt: Sequence[int], max_outputs: int) -> Request:
 def run_step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
     """One step in which each output is 1: who ran which rows."""
     chunks = scheduler.schedule()
-    scheduler.complete(chunks)
     seen = [(chunk.request.id, chunk.start, chunk.stop) for chunk in chunks]
-    for chunk in [chunk for chunk in chunks if chunk.yields_output]:
+    through = [chunk for chunk in chunks if chunk.yields_output]
+    scheduler.complete(chunks)
+    for chunk in through:
         chunk.request.outputs.append([1])
         if chunk.request.is_at_limit:
             scheduler.remove(chunk.request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,27 @@ class Attend(Protocol):
         Rows beyond the step's spans are padding: they are not written, and their result is zero.
         """
         ...
+
+
+class QKV(NamedTuple):
+    """What a layer's merged projection gives: [rows, (heads + 2 * kv_heads) * head_dim], not normed or rotated.
+
+    ``norms``: the weights of the norms of each head of q and k, if there are any.
+    """
+
+    merged: Tensor
+    heads: int
+    norms: tuple[Tensor, Tensor] | None
+    eps: float
+
+
+@runtime_checkable
+class FusedAttend(Protocol):
+    """An ``Attend`` that norms, rotates and writes in one kernel."""
+
+    def from_qkv(
+        self, layer: int, qkv: QKV, rotation: tuple[Tensor, Tensor], *, window: int | None = None
+    ) -> Tensor: ...
 
 
 class AttentionBackend(Protocol):

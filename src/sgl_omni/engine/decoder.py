@@ -40,9 +40,13 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, shard, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rotation, attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(
+        self, x: Tensor, delta: Tensor | None, rotation: tuple[Tensor, Tensor], attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Takes and returns the residual stream and what is still to be added to it, so that a norm adds it."""
+        x, normed = self.input_norm.add(x, delta)
+        x, normed = self.mlp_norm.add(x, self.attention(normed, rotation, attend))
+        return x, self.mlp(normed)
 
     def slots(self, name: str) -> Iterator[Slot]:
         yield from self.input_norm.slots(f"{name}.input_layernorm")
@@ -72,9 +76,10 @@ class Decoder(nn.Module):
         if self._rope is None:  # not before: until the weights are loaded the module is on the meta device
             self._rope = Rope(self.config.rope, self.config.head_dim, x.device)
         rotation = self._rope(positions, x.dtype)
+        delta: Tensor | None = None
         for layer in self.layers:
-            x = layer(x, rotation, attend)
-        normed: Tensor = self.norm(x)
+            x, delta = layer(x, delta, rotation, attend)
+        _, normed = self.norm.add(x, delta)
         return normed
 
     def slots(self, prefix: str) -> Iterator[Slot]:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DelayPattern:
     """Column k of row s is codebook k of frame ``s - delays[k]``.
 
@@ -23,7 +29,7 @@ class DelayPattern:
         """Each column one row later than the one before it."""
         return cls(tuple(range(columns)), eos_id, pad_id)
 
-    @property
+    @cached_property
     def longest(self) -> int:
         return max(self.delays)
 
@@ -35,11 +41,32 @@ class DelayPattern:
             if before or after:
                 row[column] = self.eos_id if column == 0 and step == end else self.pad_id
 
+    def fill_rows(self, rows: Tensor, steps: Tensor, ends: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+        """``fill`` for a batch on its device, which also finds the ends: rows int64 [n, columns], the others [n].
+
+        ``ends`` is -1 where the number of frames is not known yet; ``limits``: frames at which the audio is cut.
+        Returns the rows and the ends.
+        """
+        reached = (ends < 0) & ((rows[:, 0] == self.eos_id) | (steps >= limits))
+        ends = torch.where(reached, steps, ends)
+        column = torch.arange(len(self.delays), device=rows.device)
+        late = steps[:, None] - torch.tensor(self.delays, device=rows.device)
+        outside = (late < 0) | ((ends >= 0)[:, None] & (late >= ends[:, None]))
+        at_end = (steps == ends)[:, None] & (column == 0)
+        filled = torch.where(at_end, self.eos_id, self.pad_id)
+        return torch.where(outside, filled, rows), ends
+
     def known_frames(self, rows: int, end: int | None) -> int:
         """Frames whose every codebook is among the first ``rows`` rows."""
         known = max(0, rows - self.longest)
         return known if end is None else min(known, end)
 
-    def frames(self, rows: Sequence[Sequence[int]], start: int, stop: int) -> list[list[int]]:
-        """The codes of known frames: a list of [codebooks]."""
-        return [[rows[frame + delay][k] for k, delay in enumerate(self.delays)] for frame in range(start, stop)]
+    def frames(self, rows: Sequence[Sequence[int]], start: int, stop: int) -> npt.NDArray[np.int16]:
+        """The codes of known frames [stop - start, codebooks]."""
+        block = np.asarray(rows[start : stop + self.longest], dtype=np.int16)
+        frame = np.arange(stop - start)[:, None]
+        return block[frame + self._delays, np.arange(len(self.delays))]
+
+    @cached_property
+    def _delays(self) -> npt.NDArray[np.int64]:
+        return np.asarray(self.delays)

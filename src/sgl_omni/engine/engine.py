@@ -6,13 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_omni.engine.device_runner import DeviceRunner
 from sgl_omni.engine.interface import EngineOutput, Payload
 from sgl_omni.engine.kv_cache import KVCache, KVShape, PagePool, count_pages
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.request import Request
-from sgl_omni.engine.runner import ModelRunner, Runner
+from sgl_omni.engine.runner import AheadRunner, LaunchedStep, ModelRunner, Runner
 from sgl_omni.engine.scheduler import Limits, Scheduler
 from sgl_omni.engine.task import Task
+
+_ROWS_AHEAD = 32
+_MIXED_GRAPH_ROWS = 512
+"""Beyond that a step is long enough to be launched kernel by kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +26,7 @@ class EngineSettings:
 
     ``group_rows`` makes the engine batch-invariant: see ``ModelRunner``; prefixes are then not reused, as that
     would change how a prompt is cut into chunks. Only a request that was retracted may still differ in rounding.
+    ``cuda_graph_max_bs``: requests up to which a decode step on a GPU is one CUDA graph; 0 for none.
     """
 
     max_total_tokens: int | None = None
@@ -28,6 +34,7 @@ class EngineSettings:
     page_size: int = 16
     max_running_requests: int = 64
     chunked_prefill_tokens: int = 2048
+    cuda_graph_max_bs: int = 64
     reuse_prefixes: bool = True
     group_rows: int | None = None
 
@@ -42,7 +49,8 @@ class EngineSettings:
             shape, self.page_size, max_total_tokens=self.max_total_tokens, kv_cache_bytes=self.kv_cache_bytes
         )
 
-    def limits(self, max_positions: int | None) -> Limits:
+    def limits(self, max_positions: int | None, *, ahead: bool = False, step_rows: int | None = None) -> Limits:
+        """``ahead``: for a runner that launches a step before it has read the last."""
         invariant = self.group_rows is not None
         return Limits(
             max_running_requests=self.max_running_requests,
@@ -50,28 +58,64 @@ class EngineSettings:
             fixed_chunks=invariant,
             max_positions=max_positions,
             reuse_prefixes=self.reuse_prefixes and not invariant,
+            step_rows=step_rows,
+            rows_ahead=_ROWS_AHEAD if ahead else 0,
         )
 
 
 class AutoregressiveEngine:
     """Implements ``sgl_omni.engine.interface.Engine`` for any model that has a task and a runner."""
 
-    def __init__(self, task: Task, runner: Runner, pool: PagePool, limits: Limits) -> None:
+    def __init__(self, task: Task, runner: Runner | AheadRunner, pool: PagePool, limits: Limits) -> None:
         self._task = task
         self._runner = runner
         self._pool = pool
         self._scheduler = Scheduler(pool, limits)
+        self._ahead = runner if isinstance(runner, AheadRunner) else None
+        self._launched: LaunchedStep | None = None
         self._generated = 0
 
     @classmethod
     def build(
-        cls, model: StepModel, task: Task, settings: EngineSettings, *, max_positions: int | None = None
+        cls,
+        model: StepModel,
+        task: Task,
+        settings: EngineSettings,
+        *,
+        max_positions: int | None = None,
+        device_rows: bool | None = None,
     ) -> AutoregressiveEngine:
-        """Allocates the KV pool on the model's device. Raises ``StartupError`` for a pool that holds nothing."""
+        """Allocates the KV pool on the model's device and captures its graphs.
+
+        ``device_rows``: run steps in fixed device rows, each launched before the last is read; by default on a GPU.
+        Raises ``StartupError`` for a pool that holds nothing.
+        """
         pages = settings.pages(model.kv_shape)
-        cache = KVCache(model.kv_shape, pages, settings.page_size, model.device)
-        runner = ModelRunner(model, cache, group_rows=settings.group_rows)
-        return cls(task, runner, PagePool(pages, settings.page_size), settings.limits(max_positions))
+        pool = PagePool(pages, settings.page_size)
+        if device_rows is None:
+            device_rows = model.device.type == "cuda" and settings.group_rows is None
+        if not device_rows:
+            cache = KVCache(model.kv_shape, pages, settings.page_size, model.device)
+            runner = ModelRunner(model, cache, group_rows=settings.group_rows)
+            return cls(task, runner, pool, settings.limits(max_positions))
+        longest = min(pool.capacity, max_positions or pool.capacity)
+        batch = min(settings.cuda_graph_max_bs, settings.max_running_requests)
+        ahead = DeviceRunner(
+            model,
+            KVCache(model.kv_shape, pages + 1, settings.page_size, model.device),
+            max_rows=settings.max_running_requests,
+            pages_per_row=pool.pages_for(longest),
+            graph_batch=batch,
+            graph_rows=min(_MIXED_GRAPH_ROWS, settings.chunked_prefill_tokens + batch),
+        )
+        # A prompt that is cut into pieces which fit a graph is sooner through than one that is launched by kernels.
+        largest = ahead.graphs.buckets[-1] if ahead.graphs else None
+        step_rows = max(largest, settings.max_running_requests + 64) if largest else None
+        return cls(task, ahead, pool, settings.limits(max_positions, ahead=True, step_rows=step_rows))
+
+    @property
+    def runner(self) -> Runner | AheadRunner:
+        return self._runner
 
     @property
     def has_work(self) -> bool:
@@ -84,11 +128,26 @@ class AutoregressiveEngine:
         self._scheduler.abort(request_id)
 
     def step(self) -> Sequence[EngineOutput]:
+        rows = self._step(self._runner) if self._ahead is None else self._step_ahead(self._ahead)
+        self._generated += len(rows)
+        outputs = [self._output(request, ended) for request, ended in self._task.take_all(rows)]
+        return [output for output in outputs if output is not None]
+
+    def _step(self, runner: Runner) -> list[tuple[Request, list[int]]]:
         chunks = self._scheduler.schedule()
-        rows = self._runner.run(chunks)
+        rows = runner.run(chunks)
         self._scheduler.complete(chunks)
-        taken = [self._take(chunk.request, row) for chunk, row in zip(chunks, rows, strict=True) if row is not None]
-        return [output for output in taken if output is not None]
+        return [(chunk.request, row) for chunk, row in zip(chunks, rows, strict=True) if row is not None]
+
+    def _step_ahead(self, runner: AheadRunner) -> list[tuple[Request, list[int]]]:
+        """Launches the next step, then reads the one before, while the device goes on."""
+        before, self._launched = self._launched, None
+        if self._scheduler.repeat():
+            self._launched = runner.repeat()
+        elif chunks := self._scheduler.schedule():
+            self._launched = runner.launch(chunks)
+            self._scheduler.complete(chunks)
+        return [] if before is None else before.read()
 
     def stats(self) -> dict[str, float]:
         return {
@@ -100,11 +159,10 @@ class AutoregressiveEngine:
             "retractions": self._scheduler.retractions,
             "reused_tokens": self._scheduler.reused_tokens,
             "generated_rows": self._generated,
+            **({} if self._ahead is None else self._ahead.stats()),
         }
 
-    def _take(self, request: Request, row: list[int]) -> EngineOutput | None:
-        ended = self._task.take(request, row)
-        self._generated += 1
+    def _output(self, request: Request, ended: bool) -> EngineOutput | None:
         chunk = self._task.chunk(request)
         chunks = [] if chunk is None else [chunk]
         if ended and not request.followers:

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sgl_omni.engine.attention import Attend
+from sgl_omni.engine.attention import QKV, Attend, FusedAttend
 from sgl_omni.engine.checkpoint import Slot
+from sgl_omni.engine.ops import add_norm, embed, gated_linear, partial_linear, rms_norm
 from sgl_omni.engine.rope import rotate
 from sgl_omni.engine.shard import Shard
 
@@ -25,11 +26,14 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = parameter(size)
-        self._eps = eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), (x.shape[-1],), None, self._eps).to(x.dtype)
-        return normed * self.weight
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum, and its norm; see ``ops.add_norm``."""
+        return add_norm(x, delta, self.weight, self.eps)
 
     def slots(self, name: str) -> Iterator[Slot]:
         yield Slot(f"{name}.weight", self.weight, tuple(self.weight.shape))
@@ -42,12 +46,17 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = parameter(rows, hidden_size)
         self._offsets = tuple(offsets)
+        self._offsets_on_device: Tensor | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
         if len(self._offsets) == 1:
             return F.embedding(ids[:, 0], self.weight)
-        offsets = torch.tensor(self._offsets, device=ids.device)
-        return F.embedding(ids + offsets, self.weight).sum(1)
+        return embed(ids, self._device_offsets(ids), self.weight)
+
+    def _device_offsets(self, ids: Tensor) -> Tensor:
+        if self._offsets_on_device is None:  # once: a copy from the host cannot be captured into a graph
+            self._offsets_on_device = torch.tensor(self._offsets, device=ids.device)
+        return self._offsets_on_device
 
     def slots(self, name: str) -> Iterator[Slot]:
         yield Slot(f"{name}.weight", self.weight, tuple(self.weight.shape))
@@ -77,6 +86,10 @@ class MergedLinear(nn.Module):
         """x [n, in] -> one [n, count] a part."""
         return F.linear(x, self.weight, self.bias).split(self.sizes, -1)
 
+    def merged(self, x: Tensor) -> Tensor:
+        """All parts side by side; maybe as partial sums (``ops.partial_linear``)."""
+        return partial_linear(x, self.weight, self.bias)
+
     def slots(self, name: str) -> Iterator[Slot]:
         weights = self.weight.split(self.sizes)
         for part, weight in zip(self._parts, weights, strict=True):
@@ -98,6 +111,9 @@ class RowLinear(nn.Module):
         self.bias = parameter(out_size) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [n, in] -> [n, out]; alone, maybe as partial sums (``ops.partial_linear``)."""
+        if self._shard.size == 1:
+            return partial_linear(x, self.weight, self.bias)
         bias = self.bias if self._shard.index == 0 else None  # or it would be summed too
         return self._shard.reduce(F.linear(x, self.weight, bias))
 
@@ -129,7 +145,8 @@ class Attention(nn.Module):
         self._layer = layer
         self._head_dim = head_dim
         self._window = window
-        heads = shard.part(num_heads, "attention heads")
+        self._norm_eps = qk_norm_eps or 0.0
+        self._heads = heads = shard.part(num_heads, "attention heads")
         first_kv, kv_heads = shard.kv_heads(num_kv_heads)
         q = Columns("q_proj", num_heads * head_dim, shard.index * heads * head_dim, heads * head_dim)
         k = Columns("k_proj", num_kv_heads * head_dim, first_kv * head_dim, kv_heads * head_dim)
@@ -140,6 +157,10 @@ class Attention(nn.Module):
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        if isinstance(attend, FusedAttend):
+            norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+            qkv = QKV(self.qkv.merged(x), self._heads, norms, self._norm_eps)
+            return self.out(attend.from_qkv(self._layer, qkv, rotation, window=self._window).flatten(1))
         q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in self.qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -165,8 +186,7 @@ class GatedMLP(nn.Module):
         self.down = RowLinear(intermediate_size, hidden_size, shard, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x)
-        return self.down(F.silu(gate) * up)
+        return self.down(gated_linear(x, self.gate_up.weight, self.gate_up.bias))
 
     def slots(self, name: str) -> Iterator[Slot]:
         yield from self.gate_up.slots(name)

@@ -13,6 +13,7 @@ from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.decoder import Decoder, materialise
 from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding, parameter
 from sgl_omni.engine.request import Chunk, Request
@@ -25,6 +26,8 @@ class StepModel(ABC):
     columns: int = 1
     axes: int = 1
     """Axes of the positions."""
+    pattern: DelayPattern | None = None
+    """Where outputs are frames of codes; on a GPU the step itself fills the pattern's ids in."""
 
     @property
     @abstractmethod
@@ -103,6 +106,7 @@ class CausalModel(nn.Module, StepModel):
         column_offsets: Sequence[int] = (0,),
         embedding_rows: int | None = None,
         head_size: int | None = None,
+        pattern: DelayPattern | None = None,
         shard: Shard | None = None,
     ) -> None:
         """``column_offsets``: where each column's ids begin in the table. Table and head default to the vocabulary."""
@@ -110,6 +114,7 @@ class CausalModel(nn.Module, StepModel):
         self.config = config
         self.columns = columns
         self.axes = config.rope.num_axes
+        self.pattern = pattern
         self.embedding = Embedding(embedding_rows or config.vocab_size, config.hidden_size, column_offsets)
         self.decoder = Decoder(config, shard)
         tied = config.tied_embeddings

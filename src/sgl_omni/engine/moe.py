@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sgl_omni.engine.checkpoint import Slot
 from sgl_omni.engine.layers import GatedMLP, parameter
+from sgl_omni.engine.ops import whole
 from sgl_omni.engine.shard import Shard
 
 
@@ -44,7 +45,7 @@ class MoE(nn.Module):
         routed = self._shard.reduce(self._routed(x, *self._route(x)))
         if self.shared is None or self.shared_gate is None:
             return routed
-        return routed + F.linear(x, self.shared_gate).sigmoid() * self.shared(x)
+        return routed + F.linear(x, self.shared_gate).sigmoid() * whole(self.shared(x), x.dtype)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts and their weights, both [n, experts_per_token]."""

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from sgl_omni.errors import InvalidRequest
 
+LARGEST = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -112,10 +114,16 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request and its progress. The scheduler owns ``pages`` and ``computed``, the task ``outputs``.
+    """A request and its progress. The scheduler owns ``pages``, ``row``, ``computed`` and ``launched``, the task
+    ``outputs`` and ``due``.
 
     A sequence is the prompt's rows, then one row an output. ``computed`` counts those whose keys and values are in
-    the cache. ``task`` is state that belongs to the model's own code. ``followers`` are the sequences that come
+    the cache, or will be when the steps that were launched are through; ``launched`` counts the outputs of these
+    steps, of which ``outputs`` may lack the last. ``row`` is a place of its own in fixed tensors while it runs, and
+    ``turn`` counts how often its state there had to begin anew. ``sequence`` counts the sequences that have ended.
+    ``frame_end`` and ``frame_limit``, where outputs are frames: their number, -1 until it is known, and the number
+    at which they are cut. ``due``: there is nothing to hand on before this many outputs are known. ``task`` is state
+    that belongs to the model's own code. ``followers`` are the sequences that come
     after this one, each from an empty context; ``drawn`` counts the outputs of those that have ended.
     """
 
@@ -131,7 +139,14 @@ class Request:
     finish_reason: str | None = None
     page_keys: list[bytes] = field(default_factory=list[bytes])
     pages: list[int] = field(default_factory=list[int])
+    row: int = -1
+    turn: int = 0
+    sequence: int = 0
     computed: int = 0
+    launched: int = 0
+    due: int = 0
+    frame_end: int = -1
+    frame_limit: int = LARGEST
     sent: int = 0
     retractions: int = 0
     prompt_length: int = field(init=False)
@@ -144,13 +159,28 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Rows that are known by now."""
-        return self.prompt_length + len(self.outputs)
+        """Rows that are known by now, or will be when the steps that were launched are through."""
+        return self.prompt_length + self.launched
+
+    @property
+    def final_length(self) -> int:
+        """Rows that the cache holds at the end of this sequence."""
+        return self.prompt_length + self.max_outputs - 1
+
+    @property
+    def rows_needed(self) -> int:
+        """Rows that the cache must have room for now."""
+        return min(self.length, self.final_length)
+
+    @property
+    def awaits_output(self) -> bool:
+        """Whether an output was launched that is not known yet."""
+        return self.launched != len(self.outputs)
 
     @property
     def longest(self) -> int:
         """Rows that the cache holds at the very end of the longest sequence; the last output never enters it."""
-        current = self.prompt_length + self.max_outputs - 1
+        current = self.final_length
         return max(current, *(s.longest for s in self.followers)) if self.followers else current
 
     @property
@@ -178,7 +208,8 @@ class Request:
         )
         self.drawn += len(self.outputs)
         self.outputs = []
-        self.sent = self.computed = 0
+        self.sent = self.computed = self.launched = self.due = 0
+        self.sequence += 1
 
     @property
     def is_at_limit(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,25 @@ class Runner(Protocol):
     def run(self, chunks: Sequence[Chunk]) -> list[list[int] | None]:
         """For each chunk the next output's ids, or none where the prompt is not through."""
         ...
+
+
+class LaunchedStep(Protocol):
+    def read(self) -> list[tuple[Request, list[int]]]:
+        """Waits for the step. Requests that have ended since, or gone on to another sequence, are left out."""
+        ...
+
+
+@runtime_checkable
+class AheadRunner(Protocol):
+    """A runner whose device works on one step while the host launches the next."""
+
+    def launch(self, chunks: Sequence[Chunk]) -> LaunchedStep: ...
+
+    def repeat(self) -> LaunchedStep:
+        """The last step again, each request one row further. It had decoding requests only."""
+        ...
+
+    def stats(self) -> dict[str, float]: ...
 
 
 class ModelRunner:

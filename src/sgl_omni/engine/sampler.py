@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from torch import Tensor
 from sgl_omni.engine.request import Request
 
 _MASK = 0xFFFFFFFF
+LARGEST_KERNEL_VOCABULARY = 8192
+"""Ids that one program of the GPU's kernel holds at once."""
+
+Word = TypeVar("Word", int, Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +40,14 @@ class SamplingBatch:
     def of(cls, requests: Sequence[Request], device: torch.device | str = "cpu") -> SamplingBatch:
         rows = [i for i, request in enumerate(requests) if not request.sampling.is_greedy]
         options = [requests[i].sampling for i in rows]
-        seeds = torch.tensor([option.seed & 0x7FFFFFFFFFFFFFFF for option in options], dtype=torch.int64)
+        seeds = torch.tensor([seed_key(option.seed) for option in options], dtype=torch.int64)
         steps = torch.tensor([requests[i].drawn + len(requests[i].outputs) for i in rows], dtype=torch.int64)
         return cls(
             random=torch.tensor(rows, dtype=torch.int64).to(device),
             temperature=torch.tensor([option.temperature for option in options]).to(device),
             top_k=torch.tensor([min(option.top_k, _MASK) for option in options], dtype=torch.int64).to(device),
             top_p=torch.tensor([option.top_p for option in options]).to(device),
-            keys=_mix(_mix(_mix(seeds) ^ (seeds >> 32)) ^ steps).to(device),
+            keys=step_keys(seeds, steps).to(device),
         )
 
 
@@ -50,23 +55,47 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """logits [rows, columns, vocabulary] -> ids int64 [rows, columns]."""
     ids = logits.argmax(-1)
     if len(batch.random):
-        ids[batch.random] = _draw(logits[batch.random].float(), batch)
+        chosen = logits[batch.random].float()
+        ids[batch.random] = _draw(chosen, batch.temperature, batch.top_k, batch.top_p, batch.keys)
     return ids
 
 
-def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def sample_masked(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor) -> Tensor:
+    """Chooses for greedy and random rows alike, without asking the host which are which.
+
+    logits [rows, columns, vocabulary], options [rows], keys int64 [rows] (``step_keys``) -> ids int64 [rows, columns].
+    """
+    greedy = (temperature == 0) | (top_k == 1)
+    # A greedy row's draw is thrown away, but must not be made of infinities.
+    temperature = torch.where(greedy, torch.ones_like(temperature), temperature)
+    drawn = _draw(logits.float(), temperature, top_k, top_p, keys)
+    return torch.where(greedy[:, None], logits.argmax(-1), drawn)
+
+
+def seed_key(seed: int) -> int:
+    """A hash of a request's seed, 32 bits."""
+    seed &= 0x7FFFFFFFFFFFFFFF
+    return _mix(_mix(seed) ^ (seed >> 32))
+
+
+def step_keys(seed_keys: Tensor, steps: Tensor) -> Tensor:
+    """The key of each row's draw: int64 ``seed_key`` and output index, both [rows]."""
+    return _mix(seed_keys ^ steps)
+
+
+def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor) -> Tensor:
     """Gumbel noise on the logits that top-k and top-p leave; the largest wins."""
-    scaled = logits / batch.temperature.clamp(1e-5, 1e5)[:, None, None]
+    scaled = logits / temperature.clamp(1e-5, 1e5)[:, None, None]
     # Stable: of equal logits the lower id goes first, whatever else is in the batch.
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[-1], device=logits.device)
-    top_k = torch.where(batch.top_k > 0, batch.top_k, ordered.shape[-1])[:, None, None]
-    ordered = ordered.masked_fill(rank >= top_k, float("-inf"))
+    kept = torch.where(top_k > 0, top_k, ordered.shape[-1])[:, None, None]
+    ordered = ordered.masked_fill(rank >= kept, float("-inf"))
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
     # Rounding may make ``before`` of a far id reach 1.
-    dropped = (before >= batch.top_p[:, None, None]) & (batch.top_p[:, None, None] < 1) & (rank > 0)
-    chosen = (ordered + _gumbel(batch.keys, ids)).masked_fill(dropped, float("-inf")).argmax(-1, keepdim=True)
+    dropped = (before >= top_p[:, None, None]) & (top_p[:, None, None] < 1) & (rank > 0)
+    chosen = (ordered + _gumbel(keys, ids)).masked_fill(dropped, float("-inf")).argmax(-1, keepdim=True)
     return ids.gather(-1, chosen)[..., 0]
 
 
@@ -79,7 +108,7 @@ def _gumbel(keys: Tensor, ids: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Word) -> Word:
     """A permutation of 32-bit numbers (held in int64) in which every input bit moves every output bit."""
     x = (x + 0x9E3779B9) & _MASK
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK

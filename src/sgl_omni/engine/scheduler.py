@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from sgl_omni.engine.kv_cache import PagePool
 from sgl_omni.engine.request import Chunk, Request
@@ -19,6 +20,9 @@ class Limits:
     ``fixed_chunks``: a chunk never depends on what else runs: it is the prompt's next ``prefill_tokens`` rows, run
     as soon as the step has any room left.
     ``max_positions``: the longest sequence that the model can attend over.
+    ``step_rows``: rows of a step in all; prompts wait where they would exceed it.
+    ``rows_ahead``: a running request has pages for so many more rows than it needs now, as long as nobody else wants
+    them; with it ``repeat`` may be asked.
     """
 
     max_running_requests: int = 64
@@ -26,6 +30,8 @@ class Limits:
     fixed_chunks: bool = False
     max_positions: int | None = None
     reuse_prefixes: bool = True
+    step_rows: int | None = None
+    rows_ahead: int = 0
 
     def __post_init__(self) -> None:
         if self.max_running_requests < 1 or self.prefill_tokens < 1:
@@ -47,6 +53,9 @@ class Scheduler:
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
         self._arrivals = 0
+        self._free_rows = list(range(limits.max_running_requests))
+        self._repeats_left = 0
+        self._repeated = 0
         self.retractions = 0
         self.reused_tokens = 0
 
@@ -76,6 +85,7 @@ class Scheduler:
                 f"the prompt and its outputs need up to {request.end_position} positions; the model has {limit}",
                 param="max_new_tokens",
             )
+        self._settle()
         request.arrival = self._arrivals
         self._arrivals += 1
         self._find_keys(request)
@@ -88,6 +98,8 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Frees all that a request holds: it has finished, or is aborted."""
+        self._settle()
+        request.sequence += 1
         if request.pages:
             self._running.remove(request)
             self._release(request)
@@ -96,30 +108,51 @@ class Scheduler:
 
     def follow(self, request: Request) -> None:
         """Begins the next sequence of a running request, which keeps its turn."""
+        self._settle()
         self._release(request)
         request.follow()
+        self._begin(request)
         self._find_keys(request)
         # One page at least is what it has just given back; the next step finds the rest, as for any row.
         request.pages = self._pool.allocate(min(self._pool.pages_for(request.length), self._pool.available))
 
     def schedule(self) -> list[Chunk]:
         """The rows of the next step: one for each decoding request, then prompts as far as the budget goes."""
+        self._settle()
         self._make_room_for_outputs()
-        budget = self._limits.prefill_tokens
+        budget = self._prompt_rows()
         chunks: list[Chunk] = []
         for request in self._running:
+            if request.launched >= request.max_outputs:
+                continue  # its last output is on its way
             if request.is_decoding:
                 chunks.append(Chunk(request, request.computed, request.length))
             elif budget > 0:
                 budget -= self._take_chunk(request, budget, chunks)
         while budget > 0 and self._admit_next():
             budget -= self._take_chunk(self._running[-1], budget, chunks)
+        self._allocate_ahead()
         return chunks
 
+    def repeat(self) -> bool:
+        """Whether the last step can run again, each request one row further, without another look at any of them.
+
+        If so, that step is taken as scheduled and complete.
+        """
+        if self._repeats_left == 0:
+            return False
+        self._repeats_left -= 1
+        self._repeated += 1
+        return True
+
     def complete(self, chunks: Sequence[Chunk]) -> None:
-        """Notes that these rows are in the cache. Requests that were aborted meanwhile are passed over."""
+        """Notes that these rows are in the cache, or will be before any that are scheduled from now on.
+
+        Requests that were aborted meanwhile are passed over.
+        """
         size = self._pool.page_size
         for chunk in chunks:
+            chunk.request.launched += chunk.yields_output
             request = chunk.request
             if not request.pages:
                 continue
@@ -127,10 +160,61 @@ class Scheduler:
             for page in whole:
                 self._pool.remember(request.pages[page], request.page_keys[page])
             request.computed = chunk.stop
+        if self._limits.rows_ahead:
+            self._count_repeats(chunks)
+
+    def _count_repeats(self, chunks: Sequence[Chunk]) -> None:
+        """How often the same can be done: as long as pages and outputs last, if all that run are decoding."""
+        if len(chunks) != len(self._running) or not all(chunk.is_decode for chunk in chunks):
+            return
+        if self._waiting and self._waiting[0].awaits_output:
+            return  # it may be admitted as soon as that is known
+        size = self._pool.page_size
+        left = [
+            min(len(r.pages) * size - r.length, r.max_outputs - r.launched - 1) for r in (c.request for c in chunks)
+        ]
+        self._repeats_left = max(0, min(left) + 1) if left else 0
+
+    def _settle(self) -> None:
+        """Writes down what ``repeat`` has let pass."""
+        for request in self._running if self._repeated else ():
+            request.computed += self._repeated
+            request.launched += self._repeated
+        self._repeats_left = self._repeated = 0
+
+    def _begin(self, request: Request) -> None:
+        """Gives a running request a place for the state of a sequence."""
+        request.row = heappop(self._free_rows)
+        request.turn += 1
+
+    def _allocate_ahead(self) -> None:
+        """Pages for rows to come, so that steps can follow one another without a look at the pool."""
+        starved = bool(self._waiting) and len(self._running) < self._limits.max_running_requests
+        if not self._limits.rows_ahead or starved:
+            return
+        pool = self._pool
+        for request in self._running:
+            target = min(request.length + self._limits.rows_ahead, request.final_length)
+            missing = pool.pages_for(target) - len(request.pages)
+            if 0 < missing <= pool.available - len(self._running):
+                request.pages += pool.allocate(missing)
+
+    def _reclaim_ahead(self) -> None:
+        for request in self._running if self._limits.rows_ahead else ():
+            needed = self._pool.pages_for(request.rows_needed)
+            self._pool.release(request.pages[needed:])
+            del request.pages[needed:]
 
     def _find_keys(self, request: Request) -> None:
         if self._limits.reuse_prefixes:
             request.page_keys = request.prompt.page_keys(self._pool.page_size)
+
+    def _prompt_rows(self) -> int:
+        """Rows for prompts in the next step."""
+        budget, most = self._limits.prefill_tokens, self._limits.step_rows
+        if most is None:
+            return budget
+        return max(1, min(budget, most - sum(request.is_decoding for request in self._running)))
 
     def _take_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
         most = self._limits.prefill_tokens if self._limits.fixed_chunks else budget
@@ -143,10 +227,12 @@ class Scheduler:
         for request in list(self._running):
             if not request.pages:
                 continue  # retracted by an older one
-            missing = self._pool.pages_for(request.length) - len(request.pages)
+            missing = self._pool.pages_for(request.rows_needed) - len(request.pages)
+            if missing > self._pool.available:
+                self._reclaim_ahead()
             while missing > self._pool.available and request.pages:
                 self._retract(self._running[-1])
-            if request.pages:
+            if request.pages and missing > 0:
                 request.pages += self._pool.allocate(missing)
 
     def _retract(self, request: Request) -> None:
@@ -158,7 +244,9 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self._pool.release(request.pages)
+        heappush(self._free_rows, request.row)
         request.pages = []
+        request.row = -1
         request.computed = 0
 
     def _admit_next(self) -> bool:
@@ -170,13 +258,18 @@ class Scheduler:
         if not self._waiting or len(self._running) >= self._limits.max_running_requests:
             return False
         request = self._waiting[0]
+        if request.awaits_output:
+            return False  # retracted a moment ago
         known = self._pool.take_known(self._usable_keys(request))
         needed = self._pool.pages_for(request.length) - len(known)
+        if needed + self._growing() > self._pool.available:
+            self._reclaim_ahead()
         if needed + self._growing() > self._pool.available:
             self._pool.release(known)
             return False
         self._running.append(self._waiting.popleft())
         request.pages = known + self._pool.allocate(needed)
+        self._begin(request)
         request.computed = len(known) * self._pool.page_size
         self.reused_tokens += request.computed
         return True

@@ -15,7 +15,7 @@ from torch import Tensor
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Prompt, Request, Sampling
-from sgl_omni.errors import InvalidRequest
+from sgl_omni.errors import InvalidRequest, StartupError
 
 
 class Task(ABC):
@@ -28,6 +28,11 @@ class Task(ABC):
     @abstractmethod
     def take(self, request: Request, row: list[int]) -> bool:
         """Appends the row that was chosen, as the model is to see it; true where the sequence ends with it."""
+
+    def take_all(self, rows: Sequence[tuple[Request, list[int]]]) -> list[tuple[Request, bool]]:
+        """Takes the rows of a step. Returns the requests that have something to hand on, and whether each ended."""
+        taken = [(request, self.take(request, row)) for request, row in rows]
+        return [(request, ended) for request, ended in taken if ended or len(request.outputs) >= request.due]
 
     def chunk(self, request: Request) -> Payload | None:
         """What can be handed on now and has not been."""
@@ -180,12 +185,35 @@ class _TokenOptions:
     stream: bool
 
 
-class FrameTask(Task):
-    """Frames of K codes out: arrays ``codes`` int16 [frames, K], each frame as soon as all of its codes are known."""
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """How many frames go on together: ``first``, so that the audio begins soon, then ``then`` at a time."""
 
-    def __init__(self, inputs: InputSpec, pattern: DelayPattern, *, default_max_frames: int = 1024) -> None:
+    first: int = 1
+    then: int = 1
+
+    def __post_init__(self) -> None:
+        if self.first < 1 or self.then < 1:
+            raise StartupError("a hand-over has 1 frame or more")
+
+    def frames_after(self, sent: int) -> int:
+        return self.then if sent else self.first
+
+
+class FrameTask(Task):
+    """Frames of K codes out: arrays ``codes`` int16 [frames, K], handed on when enough frames are known whole."""
+
+    def __init__(
+        self,
+        inputs: InputSpec,
+        pattern: DelayPattern,
+        *,
+        default_max_frames: int = 1024,
+        hand_over: HandOver | None = None,
+    ) -> None:
         self._inputs = inputs
         self._pattern = pattern
+        self._hand_over = hand_over or HandOver()
         self._default_max_frames = default_max_frames
 
     def parse(self, request_id: str, payload: Payload) -> Request:
@@ -197,42 +225,69 @@ class FrameTask(Task):
             self._inputs.prompt(payload),
             max_outputs=frames + self._pattern.longest,
             sampling=parse_sampling(payload),
-            task=_Audio(frames),
+            frame_limit=frames,
+            due=self._hand_over.first + self._pattern.longest,
+            task=_Audio(),
         )
 
+    def take_all(self, rows: Sequence[tuple[Request, list[int]]]) -> list[tuple[Request, bool]]:
+        """Most rows of most steps are in the middle of their audio, and change nothing but its length."""
+        eos, longest = self._pattern.eos_id, self._pattern.longest
+        found: list[tuple[Request, bool]] = []
+        for request, row in rows:
+            outputs = request.outputs
+            step = len(outputs)
+            last = min(request.frame_limit, request.max_outputs - 1)
+            if longest <= step < last and request.frame_end < 0 and row[0] != eos:
+                outputs.append(row)
+                if step + 1 >= request.due:
+                    found.append((request, False))
+            else:
+                ended = self.take(request, row)
+                if ended or step + 1 >= request.due:
+                    found.append((request, ended))
+        return found
+
     def take(self, request: Request, row: list[int]) -> bool:
+        """The row may have the pattern's ids already, if the step was run where that is done."""
         audio: _Audio = request.task
         step = len(request.outputs)
-        if audio.end is None and (row[0] == self._pattern.eos_id or step >= audio.limit):
-            audio.cut = row[0] != self._pattern.eos_id
-            audio.end = step
-        self._pattern.fill(row, step, audio.end)
+        if request.frame_end < 0 and (row[0] == self._pattern.eos_id or step >= request.frame_limit):
+            audio.cut = step >= request.frame_limit
+            request.frame_end = step
+        if request.frame_end >= 0 or step < self._pattern.longest:
+            self._pattern.fill(row, step, _end(request))
         request.outputs.append(row)
-        audio.cut = audio.cut or (audio.end is None and request.is_at_limit)
-        if request.is_at_limit or (audio.end is not None and step + 1 >= audio.end + self._pattern.longest):
+        if request.is_at_limit:
+            audio.cut = audio.cut or request.frame_end < 0
+            request.finish_reason = "length" if audio.cut else "stop"
+        elif request.frame_end >= 0 and step + 1 >= request.frame_end + self._pattern.longest:
             request.finish_reason = "length" if audio.cut else "stop"
         return request.finish_reason is not None
 
     def chunk(self, request: Request) -> Payload | None:
-        known = self._pattern.known_frames(len(request.outputs), request.task.end)
+        known = self._pattern.known_frames(len(request.outputs), _end(request))
         if known == request.sent:
             return None
         codes = self._pattern.frames(request.outputs, request.sent, known)
         request.sent = known
-        return {"codes": np.asarray(codes, dtype=np.int16)}
+        request.due = known + self._hand_over.frames_after(known) + self._pattern.longest
+        return {"codes": codes}
 
     def result(self, request: Request) -> Payload:
         return {
             "finish_reason": request.finish_reason,
             "input_tokens": request.prompt_length,
-            "output_tokens": self._pattern.known_frames(len(request.outputs), request.task.end),
+            "output_tokens": self._pattern.known_frames(len(request.outputs), _end(request)),
         }
 
 
 @dataclass(slots=True)
 class _Audio:
-    """``end``: the number of frames, once known; ``cut``: the limit put it there, not the model."""
+    """``cut``: the limit ended the audio, not the model."""
 
-    limit: int
-    end: int | None = None
     cut: bool = False
+
+
+def _end(request: Request) -> int | None:
+    return None if request.frame_end < 0 else request.frame_end

@@ -1,0 +1,296 @@
+"""What a decode step costs: the engine on a decoder of a known shape with random weights, frames of codes out.
+
+For each batch: the engine's own loop at a given context, the same loop written plainly with transformers' classes
+(a static batch, eager, greedy), and the least time that the machine's memory and matrix units would need. Rounds are
+interleaved and all are listed. Prints one JSON object as its last line; nothing of it is asserted anywhere.
+
+    python benchmarks/engine.py --shape higgs-4b --batch 1,8,32,64,128 --context 256 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_omni.engine.decoder import materialise
+from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.delay import DelayPattern
+from sgl_omni.engine.device_runner import DeviceRunner
+from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
+from sgl_omni.engine.model import CausalModel
+from sgl_omni.engine.task import FrameTask, HandOver, InputSpec
+
+COMMON: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder and its codebooks."""
+
+    config: dict[str, Any]
+    columns: int
+    codebook: int
+
+    @property
+    def table_rows(self) -> int:
+        """Ids of all columns lie one after another, as in a real checkpoint's audio embeddings."""
+        return self.columns * self.codebook
+
+
+def _shape(
+    kind: str, hidden: int, ffn: int, layers: int, heads: tuple[int, int, int], columns: int, book: int
+) -> Shape:
+    q, kv, head_dim = heads
+    return Shape(
+        {
+            **COMMON,
+            "model_type": kind,
+            "hidden_size": hidden,
+            "intermediate_size": ffn,
+            "num_hidden_layers": layers,
+            "num_attention_heads": q,
+            "num_key_value_heads": kv,
+            "head_dim": head_dim,
+            "vocab_size": columns * book,
+            "max_position_embeddings": 8192,
+        },
+        columns,
+        book,
+    )
+
+
+SHAPES = {
+    "tiny": _shape("qwen3", 128, 256, 2, (4, 2, 32), 4, 66),
+    "demo": _shape("mistral", 320, 768, 8, (6, 2, 64), 4, 1032),
+    "qwen3-0.6b": _shape("qwen3", 1024, 3072, 28, (16, 8, 128), 8, 1026),
+    "higgs-4b": _shape("qwen3", 2560, 9728, 36, (32, 8, 128), 8, 1026),
+}
+
+
+def build_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> CausalModel:
+    """Random weights, small enough that nothing overflows."""
+    offsets = [i * shape.codebook for i in range(shape.columns)]
+    # An end that no head can choose: every request runs to its limit.
+    pattern = DelayPattern.staircase(shape.columns, eos_id=shape.codebook, pad_id=shape.codebook - 1)
+    with torch.device("meta"):
+        model = CausalModel(
+            DecoderConfig.parse(shape.config),
+            columns=shape.columns,
+            column_offsets=offsets,
+            embedding_rows=shape.table_rows,
+            head_size=shape.codebook,
+            pattern=pattern,
+        )
+    materialise(model, device, dtype)
+    generator = torch.Generator(device=device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0, 0.02, generator=generator)
+    return model.eval()
+
+
+class EngineLoop:
+    """The engine at one batch: all requests decoding, none of them near its end."""
+
+    def __init__(self, model: CausalModel, shape: Shape, max_batch: int, context: int, steps: int) -> None:
+        assert model.pattern is not None
+        inputs = InputSpec(vocab_sizes=(shape.codebook,) * shape.columns, hidden_size=model.config.hidden_size)
+        task = FrameTask(inputs, model.pattern, hand_over=HandOver(25, 25))
+        longest = context + 16 * steps
+        settings = EngineSettings(
+            max_total_tokens=max_batch * (-(-longest // 16) * 16),
+            max_running_requests=max_batch,
+            cuda_graph_max_bs=max_batch,
+            reuse_prefixes=False,
+        )
+        self.shape, self.context, self.steps = shape, context, steps
+        self.engine = AutoregressiveEngine.build(model, task, settings)
+
+    def measure(self, batch: int) -> dict[str, float]:
+        """Milliseconds, from the mean of all steps. ``host_ms``: what the thread did besides waiting."""
+        generator = torch.Generator().manual_seed(batch)
+        start = self.context - self.steps // 2
+        for i in range(batch):
+            ids = torch.randint(0, self.shape.codebook - 1, (start, self.shape.columns), generator=generator)
+            request = {
+                "prompt_ids": ids.numpy(),
+                "max_frames": 8 * self.steps,
+                "temperature": 0.8,
+                "top_k": 50,
+                "seed": i,
+            }
+            self.engine.add(str(i), request)
+        while self.engine.stats()["queued"]:
+            self.engine.step()
+        for _ in range(5):
+            self.engine.step()
+        before, started = self.engine.stats(), time.perf_counter()
+        for _ in range(self.steps):
+            self.engine.step()
+        _wait()
+        seconds, after = time.perf_counter() - started, self.engine.stats()
+        rows = after["generated_rows"] - before["generated_rows"]
+        for i in range(batch):
+            self.engine.abort(str(i))
+        while self.engine.has_work:
+            self.engine.step()
+        waited = after.get("wait_seconds", 0.0) - before.get("wait_seconds", 0.0)
+        return {
+            "step_ms": 1e3 * seconds / self.steps,
+            "host_ms": 1e3 * (seconds - waited) / self.steps,
+            "frames_per_s": rows / seconds,
+        }
+
+
+class PlainLoop:
+    """The same decoder in transformers' own classes, written as a tutorial would."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        import transformers
+
+        kind = {"qwen3": "Qwen3", "mistral": "Mistral"}[shape.config["model_type"]]
+        config = getattr(transformers, f"{kind}Config")(**{k: v for k, v in shape.config.items() if k != "model_type"})
+        with torch.device(device):
+            torch.set_default_dtype(dtype)
+            self.model = getattr(transformers, f"{kind}Model")(config).eval()
+            self.head = torch.nn.Linear(shape.config["hidden_size"], shape.table_rows, bias=False)
+            torch.set_default_dtype(torch.float32)
+        self.shape, self.device = shape, device
+
+    @torch.inference_mode()
+    def measure(self, batch: int, context: int, steps: int) -> dict[str, float]:
+        from transformers import DynamicCache
+
+        columns, book = self.shape.columns, self.shape.codebook
+        offsets = torch.arange(columns, device=self.device) * book
+        cache = DynamicCache()
+
+        def forward(ids: Tensor) -> Tensor:
+            embeddings = self.model.embed_tokens(ids + offsets).sum(2)
+            out = self.model(inputs_embeds=embeddings, past_key_values=cache, use_cache=True)
+            logits = self.head(out.last_hidden_state[:, -1]).view(batch, columns, book)
+            return logits.argmax(-1)[:, None]
+
+        prompt = torch.randint(0, book, (batch, context - steps // 2, columns), device=self.device)
+        ids = forward(prompt)
+        for _ in range(2):
+            ids = forward(ids)
+        _wait()
+        started = time.perf_counter()
+        for _ in range(steps):
+            ids = forward(ids)
+            ids.tolist()
+        _wait()
+        seconds = time.perf_counter() - started
+        return {"step_ms": 1e3 * seconds / steps, "frames_per_s": batch * steps / seconds}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What it can do, measured: bytes a second of a copy (read plus write), multiply-adds times two a second."""
+
+    bandwidth: float
+    flops: float
+
+    @classmethod
+    def measured(cls, device: torch.device, dtype: torch.dtype) -> Machine:
+        big = device.type == "cuda"
+        source = torch.empty((2 << 30) if big else (128 << 20), dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        bandwidth = 2 * source.nbytes / _best_of(partial(target.copy_, source))
+        side = 8192 if big else 1024
+        a = torch.randn(side, side, device=device, dtype=dtype)
+        return cls(bandwidth, 2 * side**3 / _best_of(lambda: a @ a))
+
+    def limit_ms(self, model: CausalModel, batch: int, context: int) -> float:
+        """Weights and keys and values are read once, every product is made once."""
+        weights = [p for name, p in model.named_parameters() if not name.startswith("embedding")]
+        read = sum(p.nbytes for p in weights) + batch * context * model.kv_shape.bytes_per_token
+        work = 2 * batch * sum(p.numel() for p in weights)
+        return 1e3 * max(read / self.bandwidth, work / self.flops)
+
+
+def _best_of(run: Callable[[], object], times: int = 10) -> float:
+    run()
+    seconds = []
+    for _ in range(times):
+        _wait()
+        started = time.perf_counter()
+        run()
+        _wait()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="demo")
+    parser.add_argument("--batch", default="1,8")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-plain", action="store_true", help="leave the loop on transformers out")
+    parser.add_argument("--json", action="store_true", help="only the JSON object")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape, batches = SHAPES[args.shape], [int(b) for b in args.batch.split(",")]
+    machine = Machine.measured(device, dtype)
+    model = build_model(shape, device, dtype)
+    loop = EngineLoop(model, shape, max(batches), args.context, args.steps)
+    plain = None if args.no_plain else PlainLoop(shape, device, dtype)
+    rounds: list[dict[str, Any]] = []
+    for number in range(args.rounds):
+        for batch in batches:
+            engine = loop.measure(batch)
+            beside = plain.measure(batch, args.context, min(args.steps, 20)) if plain else None
+            limit = machine.limit_ms(model, batch, args.context)
+            row = {"round": number, "batch": batch, "engine": engine, "plain": beside, "limit_ms": limit}
+            row["share_of_limit"] = limit / engine["step_ms"]
+            rounds.append(row)
+            if not args.json:
+                print(json.dumps(row), file=sys.stderr, flush=True)
+            gc.collect()
+    runner = loop.engine.runner
+    graphs = runner.graphs if isinstance(runner, DeviceRunner) else None
+    print(
+        json.dumps(
+            {
+                "benchmark": "engine",
+                "shape": args.shape,
+                "context": args.context,
+                "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
+                "torch": torch.__version__,
+                "dtype": str(dtype),
+                "bandwidth_gb_per_s": machine.bandwidth / 1e9,
+                "matrix_tflops": machine.flops / 1e12,
+                "graph_buckets": graphs.buckets if graphs else [],
+                "capture_seconds": graphs.capture_seconds if graphs else 0.0,
+                "rounds": rounds,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

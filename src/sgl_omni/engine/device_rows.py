@@ -1,0 +1,115 @@
+"""The state of running requests in fixed rows on the device, so that a step needs nothing from the host."""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgl_omni.engine.request import Request
+from sgl_omni.engine.sampler import seed_key
+
+
+class Field(IntEnum):
+    """Columns of a row's state, int32. Floats and unsigned numbers lie there as their bits."""
+
+    POSITION = 0
+    """Of the last output, which the next step runs."""
+    ROPE_OFFSET = 1
+    """What is added to a position where the prompt's own positions ended elsewhere."""
+    STEP = 2
+    """Outputs of this sequence so far."""
+    DRAWN = 3
+    """Outputs of the sequences before."""
+    END = 4
+    """Frames of the audio, -1 while unknown."""
+    LIMIT = 5
+    """Frames at which it is cut."""
+    TEMPERATURE = 6
+    TOP_K = 7
+    TOP_P = 8
+    SEED = 9
+
+
+class DeviceRows:
+    """Row ``request.row`` is a running request's. One more, the last, is for padding: its pages are scratch."""
+
+    def __init__(
+        self, rows: int, columns: int, pages_per_row: int, scratch_page: int, device: torch.device | str
+    ) -> None:
+        self.padding = rows
+        self.fields = torch.zeros(rows + 1, len(Field) + columns, dtype=torch.int32, device=device)
+        """[rows + 1, fields, then the ids of the last output]"""
+        self.tables = torch.full((rows + 1, pages_per_row), scratch_page, dtype=torch.int32, device=device)
+        """[rows + 1, pages of a sequence]"""
+        self._turns: list[tuple[Request | None, int]] = [(None, 0)] * rows
+        self._pages: list[list[int]] = [[] for _ in range(rows)]
+        self._field_updates: list[tuple[int, list[int]]] = []
+        self._table_updates: list[tuple[int, int]] = []
+
+    def follow(self, request: Request) -> bool:
+        """Notes what the device does not know yet of a request. Returns whether its state began anew."""
+        row, began = request.row, False
+        if self._turns[row] != (request, request.turn):
+            self._turns[row] = (request, request.turn)
+            self._field_updates.append((row, _state(request)))
+            self._pages[row] = []
+            began = True
+        known, pages = self._pages[row], request.pages
+        if known != pages:
+            same = len(known) if known == pages[: len(known)] else 0
+            base = row * self.tables.shape[1]
+            self._table_updates += [(base + i, pages[i]) for i in range(same, len(pages))]
+            self._pages[row] = pages.copy()
+        return began
+
+    def flush(self) -> None:
+        """Sends what was noted, behind the steps that were launched before."""
+        if self._field_updates:
+            rows, values = zip(*self._field_updates, strict=True)
+            fields = np.asarray(values, dtype=np.int64).astype(np.uint32).view(np.int32)
+            self.fields[:, : len(Field)].index_copy_(0, self._to_device(rows, np.int64), self._to_device(fields))
+            self._field_updates.clear()
+        if self._table_updates:
+            places, pages = zip(*self._table_updates, strict=True)
+            self.tables.view(-1).index_copy_(0, self._to_device(places, np.int64), self._to_device(pages, np.int32))
+            self._table_updates.clear()
+
+    def _to_device(self, values: object, dtype: type[np.generic] | None = None) -> Tensor:
+        return to_device(np.asarray(values, dtype=dtype), self.fields.device)
+
+
+def to_device(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]], device: torch.device) -> Tensor:
+    """A copy that does not hold up the host: torch keeps the pinned memory until the copy is through."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def float_of(fields: Tensor, field: Field) -> Tensor:
+    """float32 [n] of the state of n rows."""
+    return fields[:, field].view(torch.float32)
+
+
+def _state(request: Request) -> list[int]:
+    """The fields in their order. A ``POSITION`` is only known when the prompt is through."""
+    sampling = request.sampling
+    return [
+        0,
+        request.prompt.end_position - request.prompt_length,
+        len(request.outputs),
+        request.drawn,
+        request.frame_end,
+        request.frame_limit,
+        _bits(sampling.temperature),
+        min(sampling.top_k, 0x7FFFFFFF),
+        _bits(sampling.top_p),
+        seed_key(sampling.seed),
+    ]
+
+
+def _bits(value: float) -> int:
+    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return bits

@@ -1,0 +1,284 @@
+"""Launches steps on a device and reads them later: the host works on one step while the device is at the next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgl_omni.engine.device_rows import DeviceRows, to_device
+from sgl_omni.engine.device_step import DeviceStep, Given, StepInputs, step_size
+from sgl_omni.engine.graphs import StepGraphs, bucket_rows
+from sgl_omni.engine.kv_cache import KVCache
+from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.request import Chunk, Request
+
+_TILED_ROWS = 16
+"""A prompt chunk of fewer rows is attended row by row."""
+_BUFFERS = 3
+"""One that is read, one that is written, and one to spare."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds that the host took to launch steps, and that it waited for them."""
+
+    steps: int = 0
+    launching: float = 0.0
+    waiting: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launched:
+    """A step under way. ``owners``: whose outputs it will yield, with the sequence that each was at then."""
+
+    owners: Sequence[tuple[Request, int]]
+    _rows: Tensor
+    _event: torch.cuda.Event | None
+    _times: StepTimes
+
+    def read(self) -> list[tuple[Request, list[int]]]:
+        """Waits for the step. Rows of requests that have ended or gone on to another sequence are left out."""
+        if self._event is not None:
+            started = time.perf_counter()
+            self._event.synchronize()
+            self._times.waiting += time.perf_counter() - started
+        rows: list[list[int]] = self._rows.numpy().tolist()  # twice as fast as the tensor's own
+        return [
+            (request, row)
+            for (request, sequence), row in zip(self.owners, rows, strict=True)
+            if request.sequence == sequence
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pass:
+    """A pass as it was last launched, which is all that a repetition needs."""
+
+    owners: Sequence[tuple[Request, int]]
+    rows: Sequence[int]
+    inputs: StepInputs
+    bucket: int | None
+
+
+class DeviceRunner:
+    """Runs chunks in fixed device rows: by a CUDA graph where one is large enough, else kernel by kernel."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        cache: KVCache,
+        *,
+        max_rows: int,
+        pages_per_row: int,
+        graph_batch: int = 0,
+        graph_rows: int = 0,
+    ) -> None:
+        """``cache`` has one page more than the pool, for padding. Graphs are captured here, for up to
+        ``graph_batch`` decoding requests and up to ``graph_rows`` rows with prompts; 0 turns them off."""
+        self._columns = model.columns
+        self._device = cache.device
+        self._axes = model.axes
+        self._max_rows = max_rows
+        self._rows = DeviceRows(max_rows, model.columns, pages_per_row, cache.num_pages - 1, cache.device)
+        self._step = DeviceStep(model, cache, self._rows)
+        self._continues_at = [-1] * max_rows
+        self._chosen = [self._output_buffer() for _ in range(_BUFFERS)]
+        self._turn = 0
+        self._last: _Pass | None = None
+        self._repeated = 0
+        self._times = StepTimes()
+        self._graphs: StepGraphs | None = None
+        if graph_batch and cache.device.type == "cuda":
+            self._capture(bucket_rows(min(graph_batch, max_rows), graph_rows))
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        return self._graphs
+
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[Chunk]) -> Launched:
+        started = time.perf_counter()
+        self._settle()
+        decodes: list[Chunk] = []
+        prompts: list[Chunk] = []
+        for chunk in chunks:
+            self._enter(chunk.request)
+            continues = chunk.length == 1 and self._continues_at[chunk.request.row] == chunk.start
+            (decodes if continues else prompts).append(chunk)
+        self._rows.flush()
+        ordered = [*decodes, *prompts]
+        through = [chunk for chunk in ordered if chunk.yields_output]
+        for chunk in through:
+            self._continues_at[chunk.request.row] = chunk.stop
+        owners = [(chunk.request, chunk.request.sequence) for chunk in through]
+        launched = self._run(owners, decodes, prompts)
+        self._times.launching += time.perf_counter() - started
+        return launched
+
+    @torch.inference_mode()
+    def repeat(self) -> Launched:
+        """The last step again, each request one row further. It had decoding requests only."""
+        started = time.perf_counter()
+        last = self._last
+        assert last is not None, "no step was launched before"
+        if last.bucket is not None and self._graphs is not None:
+            self._graphs.replay(last.bucket)
+            chosen = self._graph_chosen
+        else:
+            chosen = self._step(last.inputs)
+        self._repeated += 1
+        launched = self._hand_out(last.owners, chosen)
+        self._times.launching += time.perf_counter() - started
+        return launched
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "steps": self._times.steps,
+            "launch_seconds": self._times.launching,
+            "wait_seconds": self._times.waiting,
+            "graph_buckets": len(self._graphs.buckets) if self._graphs else 0,
+            "graph_capture_seconds": self._graphs.capture_seconds if self._graphs else 0.0,
+        }
+
+    def _settle(self) -> None:
+        """Notes how far the rows of the last pass have come by repetitions."""
+        if self._last is not None and self._repeated:
+            for row in self._last.rows:
+                self._continues_at[row] += self._repeated
+        self._repeated = 0
+
+    def _enter(self, request: Request) -> None:
+        if self._rows.follow(request):
+            self._continues_at[request.row] = -1
+
+    def _run(
+        self, owners: Sequence[tuple[Request, int]], decodes: Sequence[Chunk], prompts: Sequence[Chunk]
+    ) -> Launched:
+        total = len(decodes) + sum(chunk.length for chunk in prompts)
+        given = self._given(len(decodes), prompts)
+        bucket = self._graphs.bucket_for(total) if self._graphs is not None and given is None else None
+        n = bucket or total
+        s = min(n, self._max_rows) if bucket else len(owners)
+        flat = self._describe(decodes, prompts, n, s)
+        rows = [request.row for request, _ in owners]
+        if bucket is not None and self._graphs is not None:
+            self._graph_inputs[: len(flat)].copy_(to_device(flat, self._device), non_blocking=True)
+            self._last = _Pass(owners, rows, StepInputs.of(self._graph_inputs, n, self._columns, s), bucket)
+            self._graphs.replay(bucket)
+            return self._hand_out(owners, self._graph_chosen)
+        inputs = StepInputs.of(to_device(flat, self._device), n, self._columns, s)
+        self._last = _Pass(owners, rows, inputs, None)
+        return self._hand_out(owners, self._step(inputs, _tiled(decodes, prompts), given))
+
+    def _hand_out(self, owners: Sequence[tuple[Request, int]], chosen: Tensor) -> Launched:
+        self._times.steps += 1
+        count = len(owners)
+        if self._device.type != "cuda":
+            return Launched(owners, chosen[:count], None, self._times)
+        self._turn = (self._turn + 1) % _BUFFERS
+        rows = self._chosen[self._turn][:count]
+        rows.copy_(chosen[:count], non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        return Launched(owners, rows, event, self._times)
+
+    def _describe(
+        self, decodes: Sequence[Chunk], prompts: Sequence[Chunk], n: int, s: int
+    ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """The pass's inputs as one array, laid out as ``StepInputs.of`` reads it. Rows to spare are padding's."""
+        columns, padding = self._columns, self._rows.padding
+        flat = np.zeros(step_size(n, columns, s), dtype=np.int64)
+        rows, given = flat[:n], flat[n : 2 * n]
+        ids = flat[2 * n : (2 + columns) * n].reshape(n, columns)
+        ends, targets = flat[-2 * s : -s] if s else flat[:0], flat[-s:] if s else flat[:0]
+        rows.fill(padding)
+        targets.fill(padding)
+        count = len(decodes)
+        rows[:count] = [chunk.request.row for chunk in decodes]
+        given[:count] = -1
+        ends[:count] = np.arange(count)
+        targets[:count] = rows[:count]
+        at, yielding = count, count
+        for chunk in prompts:
+            stop = at + chunk.length
+            rows[at:stop] = chunk.request.row
+            given[at:stop] = np.arange(chunk.start, chunk.stop)
+            _fill_ids(ids[at:stop], chunk)
+            if chunk.yields_output:
+                ends[yielding], targets[yielding] = stop - 1, chunk.request.row
+                yielding += 1
+            at = stop
+        return flat
+
+    def _given(self, first: int, prompts: Sequence[Chunk]) -> Given | None:
+        """What the prompts of the pass bring besides ids, if anything; their rows begin at ``first``."""
+        if all(chunk.request.prompt.embeddings is None and chunk.request.prompt.positions is None for chunk in prompts):
+            return None
+        places: list[int] = []
+        parts: list[Tensor] = []
+        total = first + sum(chunk.length for chunk in prompts)
+        positions = torch.full((self._axes, total), -1, dtype=torch.int64)
+        at = first
+        for chunk in prompts:
+            prompt, stop = chunk.request.prompt, min(chunk.stop, chunk.request.prompt_length)
+            rows = max(0, stop - chunk.start)
+            if rows and prompt.embeddings is not None:
+                places += range(at, at + rows)
+                parts.append(prompt.embeddings[chunk.start : stop])
+            if rows:
+                own = (
+                    torch.arange(chunk.start, stop)
+                    if prompt.positions is None
+                    else prompt.positions[:, chunk.start : stop]
+                )
+                positions[:, at : at + rows] = own
+            at += chunk.length
+        return Given(
+            at=torch.tensor(places, device=self._device) if places else None,
+            embeddings=torch.cat([part.to(self._device) for part in parts]) if parts else None,
+            positions=positions.to(self._device),
+        )
+
+    @torch.inference_mode()
+    def _capture(self, buckets: Sequence[int]) -> None:
+        largest = max(buckets)
+        size = step_size(largest, self._columns, self._max_rows)
+        self._graph_inputs = torch.zeros(size, dtype=torch.int64, device=self._device)
+        self._graph_chosen = torch.zeros(self._max_rows, self._columns, dtype=torch.int64, device=self._device)
+
+        def step(n: int) -> None:
+            s = min(n, self._max_rows)
+            self._graph_chosen[:s] = self._step(StepInputs.of(self._graph_inputs, n, self._columns, s))
+
+        # Zeros are row 0 at position 0, which is nobody's yet; its page is the scratch page.
+        self._graphs = StepGraphs(step, buckets)
+
+    def _output_buffer(self) -> Tensor:
+        buffer = torch.zeros(self._max_rows, self._columns, dtype=torch.int64)
+        return buffer.pin_memory() if self._device.type == "cuda" else buffer
+
+
+def _tiled(decodes: Sequence[Chunk], prompts: Sequence[Chunk]) -> list[tuple[int, int]]:
+    """Runs of rows for the tiled kernel; all rows behind the first run must be in one."""
+    spans, at = [], len(decodes)
+    for chunk in prompts:
+        if spans or chunk.length >= _TILED_ROWS:
+            spans.append((at, chunk.length))
+        at += chunk.length
+    return spans
+
+
+def _fill_ids(ids: np.ndarray[tuple[int, int], np.dtype[np.int64]], chunk: Chunk) -> None:
+    """Prompt ids, then outputs that are run again. Rows of given embeddings stay as they are."""
+    request, split = chunk.request, min(chunk.stop, chunk.request.prompt_length)
+    count = max(0, split - chunk.start)
+    if count and request.prompt.ids is not None:
+        ids[:count] = request.prompt.ids[chunk.start : split].numpy()
+    if chunk.stop > split:
+        first = max(chunk.start, split) - request.prompt_length
+        ids[count:] = request.outputs[first : chunk.stop - request.prompt_length]

@@ -1,0 +1,146 @@
+"""One step of a model as a function of tensors alone: it can be captured into a CUDA graph, and runs anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_omni.engine.delay import DelayPattern
+from sgl_omni.engine.device_rows import DeviceRows, Field, float_of
+from sgl_omni.engine.kv_cache import KVCache
+from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.row_attention import RowLayout, TorchRowAttention, TritonRowAttention
+from sgl_omni.engine.sampler import LARGEST_KERNEL_VOCABULARY, sample_masked, step_keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """What the host says about a pass of n rows of which s yield an output.
+
+    ``rows`` int64 [n]: whose state each row belongs to. ``given`` int64 [n]: its position, or -1 where both position
+    and ids are those of the state. ``ids`` int64 [n, columns] where given. ``ends`` int64 [s]: the rows of the pass
+    that yield, ``targets`` int64 [s]: whose state takes the output.
+    """
+
+    rows: Tensor
+    given: Tensor
+    ids: Tensor
+    ends: Tensor
+    targets: Tensor
+
+    @classmethod
+    def of(cls, flat: Tensor, n: int, columns: int, s: int) -> StepInputs:
+        """Views of one int64 buffer, so that all of it arrives in one copy."""
+        rows, given, ids, ends, targets = flat[: step_size(n, columns, s)].split([n, n, n * columns, s, s])
+        return cls(rows, given, ids.view(n, columns), ends, targets)
+
+
+def step_size(n: int, columns: int, s: int) -> int:
+    return n * (2 + columns) + 2 * s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """What prompts bring besides ids: embeddings [m, hidden] for the rows ``at`` int64 [m]; positions of all rows."""
+
+    at: Tensor | None = None
+    embeddings: Tensor | None = None
+    positions: Tensor | None = None
+
+
+def begin_rows(
+    rows: Tensor, given: Tensor, given_ids: Tensor, fields: Tensor, tables: Tensor, page_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Positions, rope positions, cache slots (all int64 [n]) and ids int64 [n, columns] of the rows of a pass."""
+    if fields.is_cuda:
+        from sgl_omni.engine.kernels import state as kernels
+
+        return kernels.begin(rows, given, given_ids, fields, tables, page_size)
+    state = fields[rows]
+    positions = torch.where(given >= 0, given, state[:, Field.POSITION])
+    ids = torch.where((given >= 0)[:, None], given_ids, state[:, len(Field) :])
+    page = tables[rows].gather(1, (positions // page_size)[:, None])[:, 0]
+    return positions, positions + state[:, Field.ROPE_OFFSET], page * page_size + positions % page_size, ids
+
+
+def choose_rows(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """Ids int64 [s, columns] by each state's own options; see ``kernels.sampling.sample`` for the arguments."""
+    if logits.is_cuda and logits.shape[-1] <= LARGEST_KERNEL_VOCABULARY:
+        from sgl_omni.engine.kernels import sampling
+
+        return sampling.sample(logits, fields, rows, ends)
+    state = fields[rows[ends]]
+    seeds = state[:, Field.SEED].to(torch.int64) & 0xFFFFFFFF
+    keys = step_keys(seeds, state[:, Field.STEP].to(torch.int64) + state[:, Field.DRAWN])
+    temperature, top_p = float_of(state, Field.TEMPERATURE), float_of(state, Field.TOP_P)
+    return sample_masked(logits, temperature, state[:, Field.TOP_K], top_p, keys)
+
+
+def advance_rows(
+    ids: Tensor,
+    inputs: StepInputs,
+    positions: Tensor,
+    fields: Tensor,
+    pattern: DelayPattern | None,
+    delays: Tensor | None,
+) -> Tensor:
+    """Moves the state of the rows that yielded on to the ids int64 [s, columns], the pattern's own filled in.
+
+    Returns the ids. ``delays``: those of the pattern, int32 on the device.
+    """
+    if ids.is_cuda:
+        from sgl_omni.engine.kernels import state as kernels
+
+        ids = ids.contiguous()
+        facts = (delays, pattern.eos_id, pattern.pad_id) if pattern is not None and delays is not None else None
+        kernels.advance(ids, inputs.rows, inputs.ends, inputs.targets, positions, fields, facts)
+        return ids
+    state = fields[inputs.rows[inputs.ends]]
+    steps, ends = state[:, Field.STEP].to(torch.int64), state[:, Field.END].to(torch.int64)
+    if pattern is not None:
+        ids, ends = pattern.fill_rows(ids, steps, ends, state[:, Field.LIMIT].to(torch.int64))
+    state[:, Field.POSITION] = (positions[inputs.ends] + 1).to(torch.int32)
+    state[:, Field.STEP] = (steps + 1).to(torch.int32)
+    state[:, Field.END] = ends.to(torch.int32)
+    state[:, len(Field) :] = ids
+    fields.index_copy_(0, inputs.targets, state)
+    return ids
+
+
+class DeviceStep:
+    """A model, its cache and the rows that it works on."""
+
+    def __init__(self, model: StepModel, cache: KVCache, rows: DeviceRows) -> None:
+        self._model = model
+        self._cache = cache
+        self._rows = rows
+        self._attention = TritonRowAttention if cache.device.type == "cuda" else TorchRowAttention
+        pattern = model.pattern
+        self._delays = None if pattern is None else torch.tensor(pattern.delays, dtype=torch.int32, device=cache.device)
+
+    def __call__(
+        self, inputs: StepInputs, prompts: Sequence[tuple[int, int]] = (), given: Given | None = None
+    ) -> Tensor:
+        """Runs the pass, moves the state of the rows that yield on, and returns their ids int64 [s, columns].
+
+        ``prompts``: see ``RowLayout``.
+        """
+        model, fields, tables = self._model, self._rows.fields, self._rows.tables
+        positions, rope, slots, ids = begin_rows(
+            inputs.rows, inputs.given, inputs.ids, fields, tables, self._cache.page_size
+        )
+        x = model.embed_ids(ids)
+        rope = rope.expand(model.axes, -1)
+        if given is not None:
+            if given.at is not None and given.embeddings is not None:
+                x = x.index_copy(0, given.at, given.embeddings.to(x.dtype))
+            rope = rope if given.positions is None else torch.where(given.positions >= 0, given.positions, rope)
+        layout = RowLayout(positions, inputs.rows, tables, slots, prompts)
+        hidden = model.forward(x, rope, self._attention(self._cache, layout))
+        if inputs.ends.shape[0] == 0:
+            return inputs.ids[:0]
+        ids = choose_rows(model.logits(hidden[inputs.ends]), fields, inputs.rows, inputs.ends)
+        return advance_rows(ids, inputs, positions, fields, model.pattern, self._delays)

@@ -1,0 +1,54 @@
+"""CUDA graphs of whole steps, one for each number of rows in a list of buckets."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+
+StepOfRows = Callable[[int], None]
+
+
+def bucket_rows(max_batch: int, max_rows: int) -> list[int]:
+    """Row counts to capture: fine steps up to ``max_batch`` decoding requests, then coarse ones up to ``max_rows``.
+
+    The coarse ones are for steps that prompts take part in.
+    """
+    small = [n for n in (1, 2, 4, *range(8, 64, 8), *range(64, max_batch, 16)) if n < max_batch]
+    mixed = range((max_batch // 64 + 1) * 64, max_rows + 1, 64)
+    return [*small, max_batch, *mixed] if max_batch else []
+
+
+class StepGraphs:
+    """Captures ``step(rows)`` for every bucket, the largest first, so that all share one memory pool."""
+
+    def __init__(self, step: StepOfRows, buckets: Sequence[int]) -> None:
+        """Takes as long as ``capture_seconds`` says. The step must read and write the same tensors each time."""
+        self.buckets = sorted(buckets)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        started = time.perf_counter()
+        pool = None
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        for rows in reversed(self.buckets):
+            with torch.cuda.stream(stream):
+                step(rows)  # compiles and sets up what may not happen during a capture
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                step(rows)
+            pool = graph.pool()
+            self._graphs[rows] = graph
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.capture_seconds = time.perf_counter() - started
+
+    def bucket_for(self, rows: int) -> int | None:
+        """The smallest bucket that holds so many rows."""
+        at = bisect_left(self.buckets, rows)
+        return self.buckets[at] if at < len(self.buckets) else None
+
+    def replay(self, bucket: int) -> None:
+        self._graphs[bucket].replay()

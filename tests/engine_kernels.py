@@ -1,0 +1,148 @@
+"""What every Triton kernel must compute, on any device: run by Triton's interpreter, and on a GPU.
+
+Each check returns the largest difference from the reference in plain torch, relative to its largest value.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from sgl_omni.engine.attention import QKV
+from sgl_omni.engine.delay import DelayPattern
+from sgl_omni.engine.device_rows import Field
+from sgl_omni.engine.device_step import StepInputs, advance_rows, begin_rows
+from sgl_omni.engine.kernels import elementwise, sampling, state
+from sgl_omni.engine.kv_cache import KVCache, KVShape
+from sgl_omni.engine.ops import rms_norm
+from sgl_omni.engine.rope import rotate
+from sgl_omni.engine.row_attention import RowLayout, TorchRowAttention, TritonRowAttention
+from sgl_omni.engine.sampler import sample_masked, seed_key, step_keys
+
+PAGE = 4
+EPS = 1e-6
+
+
+def difference(result: Tensor, expected: Tensor) -> float:
+    return float((result.float() - expected.float()).abs().max() / expected.float().abs().max())
+
+
+def check_attention(
+    device: str,
+    dtype: torch.dtype,
+    *,
+    window: int | None,
+    tiled: bool,
+    splits: int | None,
+    heads: tuple[int, int, int] = (6, 2, 24),
+) -> float:
+    """Sequences in scattered pages: three rows that decode, prompts of 70 and 5 rows; q and k normed and turned."""
+    query_heads, kv_heads, head_dim = heads
+    torch.manual_seed(0)
+    pages = random.Random(0).sample(range(40), 40)
+    tables = torch.zeros(5, 20, dtype=torch.int32)
+    for row, (first, count) in enumerate([(0, 2), (2, 1), (3, 5), (8, 19), (27, 2)]):
+        tables[row, :count] = torch.tensor(pages[first : first + count])
+    rows = torch.tensor([0, 1, 2, *[3] * 70, *[4] * 5])
+    positions = torch.tensor([5, 0, 17, *range(3, 73), *range(5)])
+    layout = RowLayout.of(
+        positions.to(device), rows.to(device), tables.to(device), PAGE, [(3, 70), (73, 5)] if tiled else []
+    )
+    caches = [KVCache(KVShape(2, kv_heads, head_dim, dtype), 40, PAGE, device) for _ in range(2)]
+    n = len(rows)
+    merged = torch.randn(n, (query_heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
+    norms = (torch.rand(head_dim, dtype=dtype, device=device), torch.rand(head_dim, dtype=dtype, device=device))
+    angles = torch.rand(n, 1, head_dim // 2, device=device)
+    rotation = (angles.cos().to(dtype), angles.sin().to(dtype))
+    sizes = [query_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in merged.split(sizes, -1))
+    q, k = rotate(rms_norm(q, norms[0], EPS), rotation), rotate(rms_norm(k, norms[1], EPS), rotation)
+    known = [torch.randn_like(part) for part in caches[0].layer(1)]
+    for cache in caches:
+        for part, content in zip(cache.layer(1), known, strict=True):
+            part.copy_(content)
+    expected = TorchRowAttention(caches[0], layout)(1, q, k, v, window=window)
+    result = TritonRowAttention(caches[1], layout, splits=splits).from_qkv(
+        1, QKV(merged, query_heads, norms, EPS), rotation, window=window
+    )
+    written = [difference(b, a) for a, b in zip(caches[0].layer(1), caches[1].layer(1), strict=True)]
+    return max(difference(result, expected), *written)
+
+
+def check_add_norm(device: str, dtype: torch.dtype, width: int) -> float:
+    torch.manual_seed(1)
+    x, delta = (torch.randn(5, width, dtype=dtype, device=device) for _ in range(2))
+    weight = torch.rand(width, dtype=dtype, device=device)
+    total = x + delta
+    result = elementwise.add_norm(x, delta, weight, EPS)
+    first = elementwise.add_norm(total.clone(), None, weight, EPS)
+    expected = rms_norm(total, weight, EPS)
+    return max(difference(x, total), difference(result, expected), difference(first, expected))
+
+
+def check_silu_mul(device: str, dtype: torch.dtype, width: int) -> float:
+    torch.manual_seed(2)
+    gate_up = torch.randn(5, 2 * width, dtype=dtype, device=device)
+    gate, up = gate_up.chunk(2, -1)
+    return difference(elementwise.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
+
+
+def check_sampling(device: str, vocabulary: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Ids of the kernel and of the reference: greedy and random rows, ties, every option and all of them together."""
+    torch.manual_seed(3)
+    options = [
+        (0.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 5, 1.0), (1.5, 1, 0.5),
+        (1.0, 40, 0.8), (1.0, 3, 0.3), (0.3, 0, 0.9), (2.0, 7, 0.95),
+    ]  # fmt: skip
+    rows = 5 * len(options)
+    logits = torch.randn(rows, 3, vocabulary) * 3
+    logits[:, :, 5] = logits[:, :, 9] = logits.amax(-1)
+    temperature, top_k, top_p = (torch.tensor(column * 5) for column in map(list, zip(*options, strict=True)))
+    steps = torch.arange(rows) + 3
+    keys = step_keys(torch.tensor([seed_key(i) for i in range(rows)]), steps)
+    logits = logits.to(dtype)
+    expected = sample_masked(logits, temperature, top_k, top_p, keys)
+    place = torch.randperm(rows)
+    fields = torch.zeros(rows, len(Field) + 3, dtype=torch.int32)
+    fields[place, Field.TEMPERATURE] = temperature.view(torch.int32)
+    fields[place, Field.TOP_P] = top_p.view(torch.int32)
+    fields[place, Field.TOP_K] = top_k.to(torch.int32)
+    fields[place, Field.SEED] = torch.tensor([seed_key(i) for i in range(rows)]).to(torch.int32)
+    fields[place, Field.STEP] = torch.arange(rows, dtype=torch.int32)
+    fields[:, Field.DRAWN] = 3
+    index = torch.randperm(rows)
+    moved = [part.to(device) for part in (logits, fields, place[index], index.argsort())]
+    return sampling.sample(*moved).cpu(), expected
+
+
+def check_state(device: str) -> None:
+    """Both ends of a step move the same state on as plain torch does."""
+    torch.manual_seed(4)
+    pattern = DelayPattern((0, 1, 3), eos_id=7, pad_id=9)
+    fields = torch.randint(0, 5, (9, len(Field) + 3), dtype=torch.int32)
+    fields[:, Field.END] = torch.tensor([-1, -1, 2, 3, -1, 1, -1, -1, -1])
+    fields[:, Field.LIMIT] = torch.tensor([99, 2, 99, 99, 99, 99, 1, 99, 99])
+    tables = torch.randint(0, 50, (9, 6), dtype=torch.int32)
+    rows = torch.tensor([3, 1, 0, 5, 5, 5, 2, 6, 8])
+    given = torch.tensor([-1, -1, -1, 7, 8, 9, -1, -1, 0])
+    ends, targets = torch.tensor([0, 1, 2, 5, 6, 7, 0]), torch.tensor([3, 1, 0, 5, 2, 6, 8])
+    inputs = StepInputs(rows, given, torch.randint(0, 6, (9, 3)), ends, targets)
+    chosen = torch.randint(0, 6, (7, 3))
+    chosen[2, 0] = pattern.eos_id
+    moved = StepInputs(*(getattr(inputs, name).to(device) for name in StepInputs.__slots__))
+    there = fields.clone().to(device)
+    expected = begin_rows(rows, given, inputs.ids, fields, tables, PAGE)
+    result = state.begin(moved.rows, moved.given, moved.ids, there, tables.to(device), PAGE)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(result, expected, strict=True))
+    filled = advance_rows(chosen, inputs, expected[0], fields, pattern, None)
+    ids = chosen.clone().to(device)
+    delays = torch.tensor(pattern.delays, dtype=torch.int32, device=device)
+    facts = (delays, pattern.eos_id, pattern.pad_id)
+    state.advance(ids, moved.rows, moved.ends, moved.targets, result[0], there, facts)
+    assert torch.equal(ids.cpu()[:6], filled[:6])
+    assert torch.equal(there.cpu()[:8], fields[:8])
+    table, offsets = torch.randn(20, 96), torch.tensor([0, 6, 12])
+    summed = state.embed(inputs.ids.to(device), offsets.to(device), table.to(device))
+    assert difference(summed.cpu(), table[inputs.ids + offsets].sum(1)) < 1e-6

@@ -1,0 +1,92 @@
+"""The engine on a GPU: its kernels against plain torch, and its tokens against transformers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from engine_kernels import check_add_norm, check_attention, check_sampling, check_silu_mul
+from test_engine_parity import OUTPUTS, VOCABULARY, Family, build, run, step
+
+from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
+from sgl_omni.engine.model import CausalModel
+from sgl_omni.engine.task import InputSpec, TokenTask
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [(6, 2, 24), (32, 8, 128), (16, 8, 128), (14, 2, 64)], ids=str)
+@pytest.mark.parametrize("tiled", [False, True])
+def test_paged_attention(dtype: torch.dtype, heads: tuple[int, int, int], tiled: bool) -> None:
+    for window in (None, 9):
+        for splits in (None, 1, 5):
+            off = check_attention("cuda", dtype, window=window, tiled=tiled, splits=splits, heads=heads)
+            assert off < TOLERANCE[dtype], (window, splits)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [96, 100, 2560, 9728])
+def test_elementwise(dtype: torch.dtype, width: int) -> None:
+    assert check_add_norm("cuda", dtype, width) < TOLERANCE[dtype]
+    assert check_silu_mul("cuda", dtype, width) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("vocabulary", [50, 1026, 5000])
+def test_sampling(vocabulary: int) -> None:
+    chosen, expected = check_sampling("cuda", vocabulary)
+    assert (chosen != expected).sum() <= 1  # a sum that rounds otherwise may move one id over the edge
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
+    return {name: build(name, tmp_path_factory.mktemp(name)) for name in ("llama", "qwen2", "qwen3", "mistral-window")}
+
+
+def cuda_engine(folder: Path, **settings: object) -> AutoregressiveEngine:
+    model = CausalModel.load(folder, "cuda")
+    task = TokenTask(InputSpec(vocab_sizes=(VOCABULARY,), hidden_size=model.config.hidden_size))
+    options = EngineSettings.parse({"max_total_tokens": 1024, "page_size": 4, **settings})
+    return AutoregressiveEngine.build(model, task, options, max_positions=model.config.max_positions)
+
+
+@pytest.mark.parametrize("graphs", [0, 8])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-window"])
+def test_greedy_tokens_equal_generate(families: dict[str, Family], name: str, graphs: int) -> None:
+    family = families[name]
+    engine = cuda_engine(family.folder, cuda_graph_max_bs=graphs, max_running_requests=8)
+    for i, prompt in enumerate(family.prompts):
+        engine.add(str(i), {"prompt_ids": prompt, "max_new_tokens": OUTPUTS})
+    results = run(engine)
+    assert [results[str(i)] for i in range(len(family.prompts))] == family.expected
+
+
+@pytest.mark.parametrize("chunk", [5, 64, 2048])
+@pytest.mark.parametrize("pool", [84, 160, 400])
+def test_tight_pools_random_arrivals_and_aborts_change_no_token(
+    families: dict[str, Family], pool: int, chunk: int
+) -> None:
+    family, rng = families["qwen3"], random.Random(pool + chunk)
+    engine = cuda_engine(family.folder, max_total_tokens=pool, chunked_prefill_tokens=chunk, max_running_requests=8)
+    arrivals = [(i, copy) for i in range(len(family.prompts)) for copy in ("kept", "aborted")] * 3
+    arrivals = [(i, f"{copy} {n}") for n, (i, copy) in enumerate(arrivals)]
+    rng.shuffle(arrivals)
+    names = [(i, copy) for i, copy in arrivals if copy.startswith("kept")]
+    results: dict[str, list[int]] = {}
+    doomed: list[str] = []
+    while arrivals or engine.has_work:
+        for _ in range(min(len(arrivals), rng.choice([0, 1, 3]))):
+            i, copy = arrivals.pop()
+            engine.add(f"{i} {copy}", {"prompt_ids": family.prompts[i], "max_new_tokens": OUTPUTS})
+            doomed += [f"{i} {copy}"] * copy.startswith("aborted")
+        if engine.has_work:
+            step(engine, results)
+        if doomed and rng.random() < 0.3:
+            engine.abort(doomed.pop(rng.randrange(len(doomed))))
+    assert [results[f"{i} {copy}"] for i, copy in names] == [family.expected[i] for i, _ in names]
+    assert engine.stats()["kv_used_tokens"] == 0
