@@ -12,7 +12,17 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["config", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["serve", "--help"],
+        ["config", "--help"],
+        ["router", "--help"],
+        ["bench", "study", "--help"],
+        ["--version"],
+    ],
+)
 def test_help_imports_neither_torch_nor_numpy(arguments: list[str]) -> None:
     code = f"""
 import sys

@@ -16,6 +16,8 @@ COMMANDS = {
     "config": ("sgl_omni.cli.config:app", "Check, explain and draw a configuration; starts nothing."),
     "audit": ("sgl_omni.cli.audit:command", "Tell whether replicas of a model may share its weights."),
     "mps": ("sgl_omni.cli.mps:app", "See what runs on CUDA MPS, and clean up after servers that died."),
+    "router": ("sgl_omni.cli.router:command", "Relay requests to several servers behind one address."),
+    "bench": ("sgl_omni.cli.bench:app", "Measure servers under load; compare configurations."),
     "demo": ("sgl_omni.cli.demo:command", "Start the built-in voice and let it speak a sentence."),
 }
 

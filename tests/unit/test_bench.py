@@ -1,0 +1,172 @@
+"""The benchmark's pure parts: texts, arrivals, figures, the sweep, the judgement of runs, the table."""
+
+from __future__ import annotations
+
+from itertools import islice, pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+
+from sgl_omni.bench.client import Record
+from sgl_omni.bench.measure import BenchError, Load, Sweep, percentiles, summarise, timeline
+from sgl_omni.bench.report import study_table
+from sgl_omni.bench.study import judge, load_study, parse_cores
+from sgl_omni.bench.workload import Workload, arrivals, length_class, load_texts, parse_mix
+from sgl_omni.errors import InvalidRequest
+
+
+def test_the_shipped_texts_are_of_many_lengths() -> None:
+    texts = load_texts("english")
+    lengths = sorted(map(len, texts))
+    assert len(texts) == len(set(texts)) == 50
+    assert lengths[0] <= 12 and 50 <= median(lengths) <= 70 and lengths[-1] >= 170
+    assert {length_class(t) for t in texts} == {"short", "medium", "long"}
+
+
+def test_texts_are_drawn_the_same_by_a_seed_and_differ_by_stream() -> None:
+    workload = Workload(load_texts("english"), seed=3)
+    first = list(islice(workload.draw(0), 100))
+    assert first == list(islice(workload.draw(0), 100)) != list(islice(workload.draw(1), 100))
+    assert sorted(first[:50]) == sorted(workload.texts), "each once before any is repeated"
+
+
+def test_a_mix_keeps_its_proportions() -> None:
+    workload = Workload(load_texts("english"), mix=parse_mix("10/60/30"))
+    drawn = [length_class(text) for text in islice(workload.draw(0), 5000)]
+    shares = [drawn.count(name) / len(drawn) for name in ("short", "medium", "long")]
+    assert shares == pytest.approx([0.1, 0.6, 0.3], abs=0.03)
+
+
+@pytest.mark.parametrize("text", ["", "1/2", "a/b/c", "-1/1/1", "0/0/0", "nan/1/1", "inf/1/1"])
+def test_a_mix_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="mix"):
+        parse_mix(text)
+
+
+def test_texts_that_are_missing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="english"):
+        load_texts(str(tmp_path / "nothing"))
+    (tmp_path / "empty").write_text("\n \n")
+    with pytest.raises(InvalidRequest, match="no text"):
+        load_texts(str(tmp_path / "empty"))
+    with pytest.raises(InvalidRequest, match="long"):
+        Workload(("Short.",), mix=(1, 0, 1))
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    times = arrivals(rate=50, seconds=200, seed=5)
+    gaps = [b - a for a, b in pairwise(times)]
+    assert len(times) == pytest.approx(10000, rel=0.05) and max(times) < 200
+    assert fmean(g > 1 / 50 for g in gaps) == pytest.approx(0.368, abs=0.03)  # e^-1
+    assert times == arrivals(50, 200, 5) != arrivals(50, 200, 6)
+    bursts = arrivals(50, 200, 5, burst=10)
+    assert len(bursts) == pytest.approx(10000, rel=0.15) and all(bursts.count(t) == 10 for t in set(bursts[:100]))
+
+
+def test_percentiles_are_of_nearest_rank() -> None:
+    found = percentiles([float(n) for n in range(100, 0, -1)])
+    assert found == {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "max": 100.0}
+    assert percentiles([7.0])["p99"] == 7.0 and percentiles([])["p50"] is None
+
+
+def record(begun: float, ended: float, audio: float = 2.0, error: str | None = None) -> Record:
+    return Record(begun, None if error else begun + 0.1, ended, audio, 40, error)
+
+
+def test_the_warm_up_is_excluded_and_late_ends_count_for_latency_only() -> None:
+    load = Load(concurrency=2, warmup=2.0, seconds=10.0)
+    records = [
+        record(0.0, 1.0),  # all in the warm-up
+        record(1.5, 2.5),  # ends in the window, began before
+        record(3.0, 4.0),
+        record(11.5, 14.5),  # begins in the window, ends after
+        record(5.0, 5.1, error="status 503"),
+        record(0.5, 0.6, error="in the warm-up"),
+    ]
+    found = summarise([records[:3], records[3:]], load)
+    assert found["requests_per_s"] == 0.2 and found["audio_s_per_s"] == 0.4
+    assert found["requests"] == 2 and found["errors"] == 1 and found["error_examples"] == ["status 503"]
+    assert found["latency"]["p50"] == 1.0 and found["latency"]["max"] == 3.0
+    assert found["ttfa"]["p50"] == pytest.approx(0.1) and found["rtf"]["max"] == 1.5
+    assert timeline([records], load)[:5] == [0, 1, 1, 0, 1]
+
+
+def test_a_sweep_doubles_until_two_levels_no_longer_climb() -> None:
+    sweep, levels = Sweep(), []
+    throughput = {1: 10, 2: 19, 4: 30, 8: 31, 16: 36, 32: 36.5, 64: 35, 128: 99}
+    while sweep.level is not None:
+        levels.append(sweep.level)
+        sweep.take(throughput[sweep.level])
+    assert levels == [1, 2, 4, 8, 16, 32, 64]
+    bounded = Sweep(most=2)
+    for _ in range(2):
+        bounded.take(1000)
+    assert bounded.level is None
+
+
+def run(configuration: str, rate: float | None, errors: int = 0) -> dict[str, Any]:
+    figures = rate and {
+        "requests_per_s": rate, "audio_s_per_s": rate * 3, "errors": errors, "error_examples": ["x"] * errors,
+        "latency": {"p50": 1.0, "p95": 2.0},
+    }  # fmt: skip
+    outcome, reason = ("nominal", "") if figures else ("failed", "did not | start\nat all")
+    return {"configuration": configuration, "outcome": outcome, "reason": reason, "figures": figures}
+
+
+def test_every_attempt_is_in_the_table_with_its_outcome() -> None:
+    runs = [run("one", 20.0), run("two", 40.0), run("one", 22.0), run("two", None), run("two", 38.0), run("two", 10.0),
+            run("two", 41.0, errors=1)]  # fmt: skip
+    judged = judge(runs, degraded_below=0.7)
+    assert [r["outcome"] for r in judged] == ["nominal"] * 3 + ["failed", "nominal", "degraded", "degraded"]
+    table = study_table({"configurations": ["one", "two"], "runs": judged})
+    assert (
+        "| two | 38.00 to 40.00 | 1.73 to 1.82x | 114.0 to 120.0 | 1.00 | 2 nominal, 2 degraded, 1 failed of 5 |"
+        in table
+    )
+    assert "| 4 | two | failed | - | did not \\| start at all |" in table
+    assert "| 6 | two | degraded | 10.00 | 10.00 requests/s, 0.26 of this configuration's median |" in table
+    assert sum(line.startswith(tuple(f"| {n} |" for n in range(1, 8))) for line in table.splitlines()) == 7
+
+
+STUDY = """
+name: s
+cores: "0"
+configurations:
+  a: {serve: [--model-path, m], concurrency: 2}
+"""
+
+
+def test_a_study_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(STUDY)
+    spec = load_study(path)
+    assert spec.configurations["a"].serve == ["--model-path", "m"] and spec.repeats == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (STUDY.replace("concurrency", "concurency"), "configurations.a.concurency"),
+        (STUDY.replace(", concurrency: 2", ""), "'a' has no load"),
+        (STUDY.replace("concurrency: 2", "concurrency: 2, replicas: 2"), "cannot be split evenly over 2"),
+        (STUDY.replace('"0"', '"0-"'), "0-3,8"),
+        (STUDY.replace('"0"', '"0,0"'), "named twice"),
+        (STUDY.replace('"0"', '"4095"'), "no core 4095"),
+        ("- a\n", "study"),
+        ("{", "s.yaml"),
+    ],
+)
+def test_what_is_wrong_with_a_study_is_named(tmp_path: Path, text: str, names: str) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(text)
+    with pytest.raises(BenchError, match=r"s\.yaml") as refused:
+        load_study(path)
+    assert names in str(refused.value)
+
+
+def test_cores_are_numbers_and_ranges() -> None:
+    assert parse_cores("0") == [0]
+    with pytest.raises(ValueError, match="2-1"):
+        parse_cores("2-1")
