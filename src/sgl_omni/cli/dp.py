@@ -75,7 +75,7 @@ def up(
 
     Exit status: 0, 1 when the start failed and was undone, 2 when it was refused before anything was started.
     """
-    from sgl_omni.dp.launch import Launch, Servers
+    from sgl_omni.dp.launch import Servers
     from sgl_omni.dp.preflight import Asked, place
 
     if (config_path is None) == (model_path is None):
@@ -101,7 +101,7 @@ def up(
     store = store_at(state_root)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is ended again
     run = new_run(store, wanted, placed, capacity, str(config_path or model_path))
-    launch(store, run, servers, machine, Launch)
+    launch(store, run, servers, machine)
 
 
 def look(asked: Asked, virtual_gpu_memory: str) -> tuple[Machine, Host | None]:
@@ -129,7 +129,7 @@ def look(asked: Asked, virtual_gpu_memory: str) -> tuple[Machine, Host | None]:
 def plan_pool(
     asked: Asked, host: Host | None, config_path: Path | None, model_path: str | None, flags: list[str]
 ) -> dict[str, int]:
-    """Plans one server as `serve` will, and whether so many of it fit; returns the tokens that its engine stages pin."""
+    """Plans one server as `serve` will and checks that so many fit; returns the tokens that its engine stages pin."""
     from sgl_omni.cli.serve import refuse_what_cannot_run
     from sgl_omni.config.load import load_config
     from sgl_omni.dp.preflight import check_plan
@@ -174,17 +174,18 @@ def new_run(store: Store, asked: Asked, placed: Place, capacity: dict[str, int],
     )
 
 
-def launch(store: Store, run: Run, servers: Servers, machine: Machine, launcher: Any) -> None:
+def launch(store: Store, run: Run, servers: Servers, machine: Machine) -> None:
     """Starts a run and tells how to use and to end it."""
-    root = f" --state-root {store.root}"
-    click.echo(f"run {run.id}: {len(run.replicas)} servers on GPU {run.gpu} ({run.gpu_key})")
-    run = launcher(store, run, servers, machine.gpu, click.echo).up()
+    from sgl_omni.dp.launch import Launch
+    from sgl_omni.dp.state import ATTACH_FILE
+
+    run = Launch(store, run, servers, machine.gpu, click.echo).up()
     for line in describe(run):
         click.echo(line)
     if run.mps:
-        click.echo(f"MPS: every process on the GPU is attached: {store.folder(run.id) / 'mps_attach.txt'}")
+        click.echo(f"MPS: every process on the GPU is attached: {store.folder(run.id) / ATTACH_FILE}")
     click.echo(f"one address: sgl-omni router --worker-urls {','.join(r.url for r in run.replicas)}")
-    click.echo(f"to end it: sgl-omni dp down {run.id}{root}")
+    click.echo(f"to end it: sgl-omni dp down {run.id} --state-root {store.root}")
 
 
 @app.command()

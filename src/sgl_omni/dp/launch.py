@@ -66,6 +66,7 @@ class Launch:
         except OmniError:
             Path(self.run.runtime).rmdir()
             raise
+        self._tell(f"run {self.run.id}: {len(self.run.replicas)} servers on GPU {self.run.gpu} ({self.run.gpu_key})")
         with self._store.hold(self.run.id):
             try:
                 self._start()
