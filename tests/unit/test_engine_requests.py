@@ -360,5 +360,5 @@ def test_settings_come_from_the_stage_and_what_is_left_out_keeps_its_default() -
     section = {"max_total_tokens": 512, "kv_cache_bytes": None, "max_running_requests": 4, "cuda_graph_max_bs": 8}
     settings = EngineSettings.parse(section, page_size=1)
     assert (settings.max_total_tokens, settings.page_size, settings.max_running_requests) == (512, 1, 4)
-    with pytest.raises(StartupError, match="either"):
-        EngineSettings.parse({}).pages(tiny_model().kv_shape)
+    with pytest.raises(StartupError, match="nothing says how large the KV pool is"):
+        EngineSettings.parse({}).pages(tiny_model().kv_shape, torch.device("cpu"))
