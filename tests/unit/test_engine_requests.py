@@ -193,9 +193,11 @@ def test_frames_are_the_same_alone_and_in_a_pool_that_overflows() -> None:
         assert together[str(i)][1] == result
 
 
-def frames_of(device_rows: bool, abort: bool, **settings: Any) -> dict[str, tuple[list[int], dict[str, Any]]]:
+def frames_of(
+    device_rows: bool, abort: bool, device: str = "cpu", **settings: Any
+) -> dict[str, tuple[list[int], dict[str, Any]]]:
     """Codes and result of twelve requests, greedy and random ones, with limits and ends at all kinds of rows."""
-    model, pattern = tiny_model(COLUMNS), DelayPattern.staircase(COLUMNS, EOS, PAD)
+    model, pattern = tiny_model(COLUMNS).to(device), DelayPattern.staircase(COLUMNS, EOS, PAD)
     model.pattern = pattern
     inputs = InputSpec(vocab_sizes=(12,) * COLUMNS, hidden_size=16)
     options = EngineSettings(**{"max_total_tokens": 400, "page_size": 4, "max_running_requests": 5, **settings})
