@@ -156,6 +156,10 @@ class AutoregressiveEngine:
         return self._runner
 
     @property
+    def running(self) -> Sequence[Request]:
+        return self._scheduler.running
+
+    @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
