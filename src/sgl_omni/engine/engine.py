@@ -164,6 +164,8 @@ class AutoregressiveEngine:
         return self._scheduler.has_work
 
     def add(self, request_id: str, payload: Payload) -> None:
+        if self._scheduler.find(request_id) is not None:
+            raise InvalidRequest(f"request {request_id!r} is here already")
         request = self._task.parse(request_id, payload)
         if self._ahead is not None and (request.hidden is not None or request.inputs is not None):
             raise InvalidRequest("hidden states and arriving input need an engine that is built with device_rows=False")
