@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from sgl_omni.engine.graphs import StepGraphs, bucket_rows
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.request import Chunk, Request
+
+log = logging.getLogger("sgl_omni.engine")
 
 _TILED_ROWS = 16
 """A prompt chunk of fewer rows is attended row by row."""
@@ -263,6 +266,8 @@ class DeviceRunner:
         self._model.verify_weights()
         # Zeros are row 0 at position 0, which is nobody's yet; its page is the scratch page.
         self._graphs = StepGraphs(step, buckets)
+        rows, seconds = ", ".join(map(str, self._graphs.buckets)), self._graphs.capture_seconds
+        log.info("captured CUDA graphs for steps of %s rows in %.1f s", rows, seconds)
 
     def _output_buffer(self) -> Tensor:
         buffer = torch.zeros(self._max_rows, self._columns, dtype=torch.int64)
