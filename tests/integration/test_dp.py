@@ -249,6 +249,14 @@ def test_a_process_that_does_not_attach_fails_the_start_by_name(shell: Shell) ->
     assert "replica 1 ended with status 1" in up.stderr and "not attached to MPS: 'talker'" in up.stderr
 
 
+def test_a_server_killed_while_another_starts_ends_the_start_by_name(shell: Shell) -> None:
+    launcher = shell.begin(*shell.stand_in_command())
+    until(lambda: list(shell.root.glob("*/run.json")) and len(shell.servers()) == 2)
+    shell.servers()[0].kill()
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and "replica 0 ended with status -9 during the start; the end of" in output
+
+
 def test_killed_servers_leave_a_daemon_that_down_ends(shell: Shell) -> None:
     assert shell.stand_in_up().returncode == 0
     for server in shell.servers():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sgl_omni.cli.config import once
+from sgl_omni.cli.numbers import SECONDS
 from sgl_omni.errors import LaunchFailed, LaunchRefused
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from sgl_omni.dp.state import Run, Store
     from sgl_omni.topology.host import Host
 
-SECONDS = click.FloatRange(0, 1e6, min_open=True)
 STATE_ROOT = click.option(
     "--state-root",
     type=click.Path(path_type=Path),
@@ -214,7 +214,11 @@ def list_runs(state_root: Path | None) -> None:
     """List the runs that are recorded, with what is alive of each."""
     store = store_at(state_root)
     for run_id in store.ids():
-        run = store.load(run_id)
+        try:
+            run = store.load(run_id)
+        except LaunchFailed as error:
+            click.echo(f"{run_id}  {error}")
+            continue
         alive = set(run.marks())
         servers = [r for r in run.replicas if r.server in alive]
         state = "stale" if not alive else "ready" if run.ready else "starting"

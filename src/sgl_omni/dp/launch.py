@@ -147,7 +147,10 @@ class Launch:
         self._tell(f"the start of run '{self.run.id}' failed; ending what was started")
         if self._daemon is not None:
             self._daemon.release()  # what it cannot end is looked at again below
-        problems = tear_down(self.run)
+        try:
+            problems = tear_down(self.run)
+        except KeyboardInterrupt:
+            problems = ["the clean-up was interrupted"]
         for child in self._children.values():
             child.poll()
         if problems:
@@ -176,6 +179,6 @@ def check(store: Store, run: Run) -> Run:
 
 def kept(store: Store, run: Run, problems: Sequence[str]) -> str:
     """What a person is told whose run could not be ended for certain."""
-    lines = "".join(f"\n  - {p}" for p in problems)
+    lines = "".join(f"\n  - {p}" for p in problems if p)
     again = f"sgl-omni dp down {run.id} --state-root {store.root}"
     return f"run '{run.id}' is kept in {store.folder(run.id)}:{lines}\nthen: {again}"

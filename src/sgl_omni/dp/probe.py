@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
 import httpx
-import psutil
 
 from sgl_omni.dp.marks import Mark
 from sgl_omni.dp.state import Replica, Run, Worker
@@ -67,11 +67,13 @@ def _core_problems(replica: Replica, who: str) -> list[str]:
     problems = []
     named = [("its server", replica.server), *((f"'{w.name}'", w.mark) for w in replica.workers)]
     for name, mark in named:
-        if mark is None or not mark.alive:
+        try:
+            used = os.sched_getaffinity(mark.pid) if mark is not None and mark.alive else None
+        except ProcessLookupError:
+            used = None
+        if mark is None or used is None:
             problems.append(f"{who}: {name} is gone")
-            continue
-        strays = set(psutil.Process(mark.pid).cpu_affinity() or ()) - set(replica.cores)
-        if strays:
+        elif strays := used - set(replica.cores):
             problems.append(f"{who}: {name} (pid {mark.pid}) runs on cores {core_text(strays)} beyond its block")
     return problems
 
