@@ -43,8 +43,12 @@ def build_runner(stage: StagePlan, plan: Plan, device: int | None, weights: Weig
     declared = inspect.signature(factory).parameters
     arguments = {key: value for key, value in offered.items() if key in declared} | stage.factory_args
     runner = runner_for(factory(**arguments), stage.name)
-    if any(stage.name in s.stream_to for s in plan.stages) and not isinstance(runner, StreamRunner):
-        raise TypeError(f"stage '{stage.name}' receives a stream, so its factory must return a StreamStage")
+    fed = isinstance(runner, StreamRunner) or (isinstance(runner, EngineRunner) and runner.takes_streams)
+    if any(stage.name in s.stream_to for s in plan.stages) and not fed:
+        raise TypeError(
+            f"stage '{stage.name}' receives a stream, so its factory must return a StreamStage, or an EngineStage "
+            "whose engine has `extend` and `finish_input`"
+        )
     return runner
 
 
