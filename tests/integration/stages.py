@@ -227,7 +227,7 @@ class AddingEngine:
         if payload.get("i") == self._unlucky:
             self.abort(request_id)
             raise InvalidRequest("an unlucky number", param="i")
-        if "i" in payload:
+        if "i" in payload and len(sums) < self._enough:
             sums.append((sums[-1] if sums else 0) + payload["i"])
 
     def finish_input(self, request_id: str) -> None:
