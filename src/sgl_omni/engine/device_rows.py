@@ -25,7 +25,7 @@ class Field(IntEnum):
     DRAWN = 3
     """Outputs of the sequences before."""
     END = 4
-    """Frames of the audio, -1 while unknown."""
+    """Frames of the audio, -1 while unknown; or what ``StepModel.finish_rows`` says."""
     LIMIT = 5
     """Frames at which it is cut."""
     TEMPERATURE = 6

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -61,11 +63,16 @@ class Launched:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pass:
-    """A pass as it was last launched, which is all that a repetition needs."""
+    """A pass as it was last launched, which is all that a repetition needs.
+
+    ``from_state``: no row was told its position, so that the same inputs run each request one row further.
+    """
 
     owners: Sequence[tuple[Request, int]]
     rows: Sequence[int]
     inputs: StepInputs
+    outputs_only: bool
+    from_state: bool
     bucket: int | None
 
 
@@ -98,12 +105,17 @@ class DeviceRunner:
         self._repeated = 0
         self._times = StepTimes()
         self._graphs: StepGraphs | None = None
+        self._output_graphs: StepGraphs | None = None
         if graph_batch and cache.device.type == "cuda":
             self._capture(bucket_rows(min(graph_batch, max_rows), graph_rows))
 
     @property
     def graphs(self) -> StepGraphs | None:
         return self._graphs
+
+    @property
+    def _all_graphs(self) -> list[StepGraphs]:
+        return [graphs for graphs in (self._graphs, self._output_graphs) if graphs is not None]
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
@@ -131,13 +143,15 @@ class DeviceRunner:
         started = time.perf_counter()
         last = self._last
         assert last is not None, "no step was launched before"
-        if last.bucket is not None and self._graphs is not None:
-            self._graphs.replay(last.bucket)
-            chosen = self._graph_chosen
+        if not last.from_state:  # an output that was run again after a retraction was the last row of its prompt
+            next_rows = [Chunk(request, *self._next_row(request)) for request, _ in last.owners]
+            launched = self._run(last.owners, next_rows, [])
+        elif last.bucket is not None:
+            self._replay(last.bucket, last.outputs_only)
+            launched = self._hand_out(last.owners, self._graph_chosen)
         else:
-            chosen = self._step(last.inputs)
+            launched = self._hand_out(last.owners, self._step(last.inputs, outputs_only=last.outputs_only))
         self._repeated += 1
-        launched = self._hand_out(last.owners, chosen)
         self._times.launching += time.perf_counter() - started
         return launched
 
@@ -146,8 +160,8 @@ class DeviceRunner:
             "steps": self._times.steps,
             "launch_seconds": self._times.launching,
             "wait_seconds": self._times.waiting,
-            "graph_buckets": len(self._graphs.buckets) if self._graphs else 0,
-            "graph_capture_seconds": self._graphs.capture_seconds if self._graphs else 0.0,
+            "graph_buckets": sum(len(graphs.buckets) for graphs in self._all_graphs),
+            "graph_capture_seconds": sum(graphs.capture_seconds for graphs in self._all_graphs),
         }
 
     def _settle(self) -> None:
@@ -156,6 +170,10 @@ class DeviceRunner:
             for row in self._last.rows:
                 self._continues_at[row] += self._repeated
         self._repeated = 0
+
+    def _next_row(self, request: Request) -> tuple[int, int]:
+        start = self._continues_at[request.row]
+        return start, start + 1
 
     def _enter(self, request: Request) -> None:
         if self._rows.follow(request):
@@ -171,14 +189,21 @@ class DeviceRunner:
         s = min(n, self._max_rows) if bucket else len(owners)
         flat = self._describe(decodes, prompts, n, s)
         rows = [request.row for request, _ in owners]
-        if bucket is not None and self._graphs is not None:
+        outputs_only = self._model.embeds_outputs_apart and not prompts
+        if bucket is not None:
             self._graph_inputs[: len(flat)].copy_(to_device(flat, self._device), non_blocking=True)
-            self._last = _Pass(owners, rows, StepInputs.of(self._graph_inputs, n, self._columns, s), bucket)
-            self._graphs.replay(bucket)
+            inputs = StepInputs.of(self._graph_inputs, n, self._columns, s)
+            self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, bucket)
+            self._replay(bucket, outputs_only)
             return self._hand_out(owners, self._graph_chosen)
         inputs = StepInputs.of(to_device(flat, self._device), n, self._columns, s)
-        self._last = _Pass(owners, rows, inputs, None)
-        return self._hand_out(owners, self._step(inputs, _tiled(decodes, prompts), given))
+        self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, None)
+        return self._hand_out(owners, self._step(inputs, _tiled(decodes, prompts), given, outputs_only=outputs_only))
+
+    def _replay(self, bucket: int, outputs_only: bool) -> None:
+        graphs = self._output_graphs if outputs_only else self._graphs
+        assert graphs is not None
+        graphs.replay(bucket)
 
     def _hand_out(self, owners: Sequence[tuple[Request, int]], chosen: Tensor) -> Launched:
         self._times.steps += 1
@@ -256,13 +281,17 @@ class DeviceRunner:
         self._graph_inputs = torch.zeros(size, dtype=torch.int64, device=self._device)
         self._graph_chosen = torch.zeros(self._max_rows, self._columns, dtype=torch.int64, device=self._device)
 
-        def step(n: int) -> None:
+        def step(n: int, *, outputs_only: bool = False) -> None:
             s = min(n, self._max_rows)
-            self._graph_chosen[:s] = self._step(StepInputs.of(self._graph_inputs, n, self._columns, s))
+            inputs = StepInputs.of(self._graph_inputs, n, self._columns, s)
+            self._graph_chosen[:s] = self._step(inputs, outputs_only=outputs_only)
 
         self._model.verify_weights()
         # Zeros are row 0 at position 0, which is nobody's yet; its page is the scratch page.
         self._graphs = StepGraphs(step, buckets)
+        if self._model.embeds_outputs_apart:
+            most = bisect_left(buckets, self._max_rows) + 1  # a step of outputs alone has one row a request
+            self._output_graphs = StepGraphs(partial(step, outputs_only=True), buckets[:most])
 
     def _output_buffer(self) -> Tensor:
         buffer = torch.zeros(self._max_rows, self._columns, dtype=torch.int64)

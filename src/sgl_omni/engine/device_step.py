@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from sgl_omni.engine.delay import DelayPattern
-from sgl_omni.engine.device_rows import DeviceRows, Field, float_of
+from sgl_omni.engine.device_rows import DeviceRows, Field
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.row_attention import RowLayout, TorchRowAttention, TritonRowAttention
-from sgl_omni.engine.sampler import LARGEST_KERNEL_VOCABULARY, sample_masked, step_keys
+from sgl_omni.engine.row_state import RowState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,19 +66,6 @@ def begin_rows(
     return positions, positions + state[:, Field.ROPE_OFFSET], page * page_size + positions % page_size, ids
 
 
-def choose_rows(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """Ids int64 [s, columns] by each state's own options; see ``kernels.sampling.sample`` for the arguments."""
-    if logits.is_cuda and logits.shape[-1] <= LARGEST_KERNEL_VOCABULARY:
-        from sgl_omni.engine.kernels import sampling
-
-        return sampling.sample(logits, fields, rows, ends)
-    state = fields[rows[ends]]
-    seeds = state[:, Field.SEED].to(torch.int64) & 0xFFFFFFFF
-    keys = step_keys(seeds, state[:, Field.STEP].to(torch.int64) + state[:, Field.DRAWN])
-    temperature, top_p = float_of(state, Field.TEMPERATURE), float_of(state, Field.TOP_P)
-    return sample_masked(logits, temperature, state[:, Field.TOP_K], top_p, keys)
-
-
 def advance_rows(
     ids: Tensor,
     inputs: StepInputs,
@@ -122,17 +109,22 @@ class DeviceStep:
         self._delays = None if pattern is None else torch.tensor(pattern.delays, dtype=torch.int32, device=cache.device)
 
     def __call__(
-        self, inputs: StepInputs, prompts: Sequence[tuple[int, int]] = (), given: Given | None = None
+        self,
+        inputs: StepInputs,
+        prompts: Sequence[tuple[int, int]] = (),
+        given: Given | None = None,
+        *,
+        outputs_only: bool = False,
     ) -> Tensor:
         """Runs the pass, moves the state of the rows that yield on, and returns their ids int64 [s, columns].
 
-        ``prompts``: see ``RowLayout``.
+        ``prompts``: see ``RowLayout``. ``outputs_only``: no row is one of a prompt.
         """
         model, fields, tables = self._model, self._rows.fields, self._rows.tables
         positions, rope, slots, ids = begin_rows(
             inputs.rows, inputs.given, inputs.ids, fields, tables, self._cache.page_size
         )
-        x = model.embed_ids(ids)
+        x = model.embed_outputs(ids) if outputs_only else model.embed_ids(ids)
         rope = rope.expand(model.axes, -1)
         if given is not None:
             if given.at is not None and given.embeddings is not None:
@@ -142,5 +134,11 @@ class DeviceStep:
         hidden = model.forward(x, rope, self._attention(self._cache, layout))
         if inputs.ends.shape[0] == 0:
             return inputs.ids[:0]
-        ids = choose_rows(model.logits(hidden[inputs.ends]), fields, inputs.rows, inputs.ends)
-        return advance_rows(ids, inputs, positions, fields, model.pattern, self._delays)
+        hidden = hidden[inputs.ends]
+        state = RowState(self._rows, inputs.rows, inputs.ends)
+        ids = state.choose(model.rule_rows(model.logits(hidden), state))
+        ids, own_ends = model.finish_rows(ids, hidden, state)
+        ids = advance_rows(ids, inputs, positions, fields, model.pattern, self._delays)
+        if own_ends is not None:
+            fields[:, Field.END].index_copy_(0, inputs.targets, own_ends.to(torch.int32))
+        return ids
