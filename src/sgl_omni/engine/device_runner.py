@@ -13,15 +13,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sgl_omni.engine.device_rows import DeviceRows, to_device
-from sgl_omni.engine.device_step import DeviceStep, Given, StepInputs, step_size
+from sgl_omni.engine.device_rows import DeviceRows
+from sgl_omni.engine.device_step import DeviceStep, Given, StepInputs, StepOutput, step_size
 from sgl_omni.engine.graphs import StepGraphs, bucket_rows
+from sgl_omni.engine.hidden import put_hidden
+from sgl_omni.engine.inputs import added_rows
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.request import Chunk, Request
+from sgl_omni.engine.row_memory import to_device
 
 _TILED_ROWS = 16
 """A prompt chunk of fewer rows is attended row by row."""
+_ADDED_PLACES = 64
+"""Arriving rows kept ready for each request: more than the steps that follow one another without a look at it."""
 _BUFFERS = 3
 """One that is read, one that is written, and one to spare."""
 
@@ -36,6 +41,21 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Wanted:
+    """Hidden states that requests of a pass ask for.
+
+    ``spans``: request, its sequence then, first row of the sequence, and rows; ``at`` int64: these rows of the pass.
+    """
+
+    spans: Sequence[tuple[Request, int, int, int]]
+    at: Tensor
+
+    def further(self, rows: int) -> _Wanted:
+        """What a repetition of the pass has, so many rows later."""
+        return _Wanted([(request, turn, start + rows, count) for request, turn, start, count in self.spans], self.at)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Launched:
     """A step under way."""
 
@@ -43,6 +63,9 @@ class Launched:
     _rows: Tensor
     _event: torch.cuda.Event | None
     _times: StepTimes
+    _model: StepModel
+    _wanted: _Wanted | None
+    _hidden: Tensor | None
 
     def rows(self) -> npt.NDArray[np.int64]:
         if self._event is not None:
@@ -54,6 +77,11 @@ class Launched:
 
     def read(self) -> list[tuple[Request, list[int]]]:
         rows: list[list[int]] = self.rows().tolist()
+        if self._wanted is not None and self._hidden is not None:
+            parts = self._hidden.split([count for *_, count in self._wanted.spans])
+            for (request, sequence, start, _), part in zip(self._wanted.spans, parts, strict=True):
+                if request.sequence == sequence and request.hidden is not None:
+                    put_hidden(self._model, request.hidden, start, part)
         return [
             (request, row)
             for (request, sequence), row in zip(self.owners, rows, strict=True)
@@ -73,6 +101,7 @@ class _Pass:
     inputs: StepInputs
     outputs_only: bool
     from_state: bool
+    wanted: _Wanted | None
     bucket: int | None
 
 
@@ -88,15 +117,28 @@ class DeviceRunner:
         pages_per_row: int,
         graph_batch: int = 0,
         graph_rows: int = 0,
+        takes_inputs: bool = False,
+        hands_hidden: bool = False,
     ) -> None:
         """``cache`` has one page more than the pool, for padding. Graphs are captured here, for up to
-        ``graph_batch`` decoding requests and up to ``graph_rows`` rows with prompts; 0 turns them off."""
+        ``graph_batch`` decoding requests and up to ``graph_rows`` rows with prompts; 0 turns them off.
+        ``takes_inputs`` and ``hands_hidden``: what requests may ask for; see ``Task``."""
         self._model = model
         self._columns = model.columns
         self._device = cache.device
         self._axes = model.axes
         self._max_rows = max_rows
-        self._rows = DeviceRows(max_rows, model.columns, pages_per_row, cache.num_pages - 1, cache.device)
+        self._hands_hidden = hands_hidden
+        self._rows = DeviceRows(
+            max_rows,
+            model.columns,
+            pages_per_row,
+            cache.num_pages - 1,
+            cache.device,
+            seen_vocabulary=model.seen_vocabulary,
+            added_places=_ADDED_PLACES,
+            inputs_like=_inputs_like(model) if takes_inputs else None,
+        )
         self._step = DeviceStep(model, cache, self._rows)
         self._continues_at = [-1] * max_rows
         self._chosen = [self._output_buffer() for _ in range(_BUFFERS)]
@@ -147,10 +189,11 @@ class DeviceRunner:
             next_rows = [Chunk(request, *self._next_row(request)) for request, _ in last.owners]
             launched = self._run(last.owners, next_rows, [])
         elif last.bucket is not None:
-            self._replay(last.bucket, last.outputs_only)
-            launched = self._hand_out(last.owners, self._graph_chosen)
+            output = self._replay(last.bucket, last.outputs_only)
+            launched = self._hand_out(last.owners, output, last.wanted and last.wanted.further(self._repeated + 1))
         else:
-            launched = self._hand_out(last.owners, self._step(last.inputs, outputs_only=last.outputs_only))
+            output = self._step(last.inputs, outputs_only=last.outputs_only)
+            launched = self._hand_out(last.owners, output, last.wanted and last.wanted.further(self._repeated + 1))
         self._repeated += 1
         self._times.launching += time.perf_counter() - started
         return launched
@@ -190,32 +233,53 @@ class DeviceRunner:
         flat = self._describe(decodes, prompts, n, s)
         rows = [request.row for request, _ in owners]
         outputs_only = self._model.embeds_outputs_apart and not prompts
+        wanted = self._find_wanted([*decodes, *prompts])
         if bucket is not None:
             self._graph_inputs[: len(flat)].copy_(to_device(flat, self._device), non_blocking=True)
             inputs = StepInputs.of(self._graph_inputs, n, self._columns, s)
-            self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, bucket)
-            self._replay(bucket, outputs_only)
-            return self._hand_out(owners, self._graph_chosen)
+            self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, wanted, bucket)
+            return self._hand_out(owners, self._replay(bucket, outputs_only), wanted)
         inputs = StepInputs.of(to_device(flat, self._device), n, self._columns, s)
-        self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, None)
-        return self._hand_out(owners, self._step(inputs, _tiled(decodes, prompts), given, outputs_only=outputs_only))
+        self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, wanted, None)
+        output = self._step(inputs, _tiled(decodes, prompts), given, outputs_only=outputs_only)
+        return self._hand_out(owners, output, wanted)
 
-    def _replay(self, bucket: int, outputs_only: bool) -> None:
+    def _replay(self, bucket: int, outputs_only: bool) -> StepOutput:
         graphs = self._output_graphs if outputs_only else self._graphs
         assert graphs is not None
         graphs.replay(bucket)
+        return StepOutput(self._graph_chosen, self._graph_hidden)
 
-    def _hand_out(self, owners: Sequence[tuple[Request, int]], chosen: Tensor) -> Launched:
+    def _find_wanted(self, chunks: Sequence[Chunk]) -> _Wanted | None:
+        """Whose hidden states are asked for; the chunks' rows follow one another in the pass."""
+        if not self._hands_hidden or all(chunk.request.hidden is None for chunk in chunks):
+            return None
+        spans: list[tuple[Request, int, int, int]] = []
+        places: list[int] = []
+        row = 0
+        for chunk in chunks:
+            if chunk.request.hidden is not None:
+                spans.append((chunk.request, chunk.request.sequence, chunk.start, chunk.length))
+                places += range(row, row + chunk.length)
+            row += chunk.length
+        return _Wanted(spans, to_device(np.asarray(places), self._device))
+
+    def _hand_out(self, owners: Sequence[tuple[Request, int]], output: StepOutput, wanted: _Wanted | None) -> Launched:
         self._times.steps += 1
         count = len(owners)
+        hidden = None if wanted is None else output.hidden[wanted.at]
         if self._device.type != "cuda":
-            return Launched(owners, chosen[:count], None, self._times)
+            return Launched(owners, output.ids[:count], None, self._times, self._model, wanted, hidden)
         self._turn = (self._turn + 1) % _BUFFERS
         rows = self._chosen[self._turn][:count]
-        rows.copy_(chosen[:count], non_blocking=True)
+        rows.copy_(output.ids[:count], non_blocking=True)
+        if hidden is not None:
+            # These go on to other stages as they are, so each step has pinned memory of its own.
+            kept = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+            hidden = kept.copy_(hidden, non_blocking=True)
         event = torch.cuda.Event(blocking=True)
         event.record()
-        return Launched(owners, rows, event, self._times)
+        return Launched(owners, rows, event, self._times, self._model, wanted, hidden)
 
     def _describe(
         self, decodes: Sequence[Chunk], prompts: Sequence[Chunk], n: int, s: int
@@ -247,10 +311,12 @@ class DeviceRunner:
 
     def _given(self, first: int, prompts: Sequence[Chunk]) -> Given | None:
         """What the prompts of the pass bring besides ids, if anything; their rows begin at ``first``."""
-        if all(chunk.request.prompt.embeddings is None and chunk.request.prompt.positions is None for chunk in prompts):
+        if not any(_brings_more(chunk) for chunk in prompts):
             return None
         places: list[int] = []
         parts: list[Tensor] = []
+        added_places: list[int] = []
+        added: list[Tensor] = []
         total = first + sum(chunk.length for chunk in prompts)
         positions = torch.full((self._axes, total), -1, dtype=torch.int64)
         at = first
@@ -267,11 +333,19 @@ class DeviceRunner:
                     else prompt.positions[:, chunk.start : stop]
                 )
                 positions[:, at : at + rows] = own
+            inputs, again = chunk.request.inputs, range(max(chunk.start, chunk.request.prompt_length), chunk.stop)
+            if inputs is not None and again:
+                added_places += range(at + again.start - chunk.start, at + chunk.length)
+                count = torch.tensor(inputs.count, device=inputs.rows.device)
+                steps = torch.tensor(again, device=inputs.rows.device) - chunk.request.prompt_length
+                added.append(added_rows(inputs.rows, count, steps))
             at += chunk.length
         return Given(
             at=torch.tensor(places, device=self._device) if places else None,
             embeddings=torch.cat([part.to(self._device) for part in parts]) if parts else None,
             positions=positions.to(self._device),
+            added_at=torch.tensor(added_places, device=self._device) if added else None,
+            added=torch.cat([part.to(self._device) for part in added]) if added else None,
         )
 
     @torch.inference_mode()
@@ -280,11 +354,17 @@ class DeviceRunner:
         size = step_size(largest, self._columns, self._max_rows)
         self._graph_inputs = torch.zeros(size, dtype=torch.int64, device=self._device)
         self._graph_chosen = torch.zeros(self._max_rows, self._columns, dtype=torch.int64, device=self._device)
+        self._graph_hidden = torch.empty(0, device=self._device)
 
         def step(n: int, *, outputs_only: bool = False) -> None:
             s = min(n, self._max_rows)
             inputs = StepInputs.of(self._graph_inputs, n, self._columns, s)
-            self._graph_chosen[:s] = self._step(inputs, outputs_only=outputs_only)
+            output = self._step(inputs, outputs_only=outputs_only)
+            self._graph_chosen[:s] = output.ids
+            if self._hands_hidden:
+                if not len(self._graph_hidden):  # the first is the largest, and not captured yet
+                    self._graph_hidden = torch.empty_like(output.hidden)
+                self._graph_hidden[:n] = output.hidden
 
         self._model.verify_weights()
         # Zeros are row 0 at position 0, which is nobody's yet; its page is the scratch page.
@@ -296,6 +376,18 @@ class DeviceRunner:
     def _output_buffer(self) -> Tensor:
         buffer = torch.zeros(self._max_rows, self._columns, dtype=torch.int64)
         return buffer.pin_memory() if self._device.type == "cuda" else buffer
+
+
+def _inputs_like(model: StepModel) -> Tensor:
+    """What a row's input looks like: [1, hidden]."""
+    return model.embed_ids(torch.zeros(1, model.columns, dtype=torch.int64, device=model.device))
+
+
+def _brings_more(chunk: Chunk) -> bool:
+    """Whether its rows are made of more than ids at the next positions."""
+    request = chunk.request
+    again = request.inputs is not None and chunk.stop > request.prompt_length
+    return again or request.prompt.embeddings is not None or request.prompt.positions is not None
 
 
 def _tiled(decodes: Sequence[Chunk], prompts: Sequence[Chunk]) -> list[tuple[int, int]]:

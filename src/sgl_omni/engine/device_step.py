@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,11 +45,23 @@ def step_size(n: int, columns: int, s: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """What prompts bring besides ids: embeddings [m, hidden] for the rows ``at`` int64 [m]; positions of all rows."""
+    """What prompts bring besides ids: embeddings [m, hidden] for the rows ``at`` int64 [m]; positions of all rows.
+
+    ``added`` [k, hidden] for the rows ``added_at`` int64 [k]: what had arrived for outputs that are run again.
+    """
 
     at: Tensor | None = None
     embeddings: Tensor | None = None
     positions: Tensor | None = None
+    added_at: Tensor | None = None
+    added: Tensor | None = None
+
+
+class StepOutput(NamedTuple):
+    """``ids`` int64 [s, columns] of the rows that yield; ``hidden``: what the model's ``forward`` made of all rows."""
+
+    ids: Tensor
+    hidden: Tensor
 
 
 def begin_rows(
@@ -115,8 +128,8 @@ class DeviceStep:
         given: Given | None = None,
         *,
         outputs_only: bool = False,
-    ) -> Tensor:
-        """Runs the pass, moves the state of the rows that yield on, and returns their ids int64 [s, columns].
+    ) -> StepOutput:
+        """Runs the pass and moves the state of the rows that yield on.
 
         ``prompts``: see ``RowLayout``. ``outputs_only``: no row is one of a prompt.
         """
@@ -125,20 +138,28 @@ class DeviceStep:
             inputs.rows, inputs.given, inputs.ids, fields, tables, self._cache.page_size
         )
         x = model.embed_outputs(ids) if outputs_only else model.embed_ids(ids)
+        if self._rows.added is not None:
+            outputs = fields[inputs.rows, Field.STEP].to(torch.int64) - 1
+            added = self._rows.added.of(inputs.rows, outputs)
+            x = x + added.masked_fill((inputs.given >= 0)[:, None], 0)
         rope = rope.expand(model.axes, -1)
         if given is not None:
             if given.at is not None and given.embeddings is not None:
                 x = x.index_copy(0, given.at, given.embeddings.to(x.dtype))
+            if given.added_at is not None and given.added is not None:
+                x = x.index_add(0, given.added_at, given.added.to(x.dtype))
             rope = rope if given.positions is None else torch.where(given.positions >= 0, given.positions, rope)
         layout = RowLayout(positions, inputs.rows, tables, slots, prompts)
         hidden = model.forward(x, rope, self._attention(self._cache, layout))
         if inputs.ends.shape[0] == 0:
-            return inputs.ids[:0]
-        hidden = hidden[inputs.ends]
+            return StepOutput(inputs.ids[:0], hidden)
+        chosen_from = hidden[inputs.ends]
         state = RowState(self._rows, inputs.rows, inputs.ends)
-        ids = state.choose(model.rule_rows(model.logits(hidden), state))
-        ids, own_ends = model.finish_rows(ids, hidden, state)
+        ids = state.choose(model.rule_rows(model.logits(chosen_from), state))
+        ids, own_ends = model.finish_rows(ids, chosen_from, state)
         ids = advance_rows(ids, inputs, positions, fields, model.pattern, self._delays)
         if own_ends is not None:
             fields[:, Field.END].index_copy_(0, inputs.targets, own_ends.to(torch.int32))
-        return ids
+        if self._rows.seen is not None:
+            self._rows.seen.note(inputs.targets, ids[:, 0])
+        return StepOutput(ids, hidden)

@@ -126,6 +126,8 @@ class AutoregressiveEngine:
             pages_per_row=pool.pages_for(longest),
             graph_batch=batch,
             graph_rows=min(_MIXED_GRAPH_ROWS, settings.chunked_prefill_tokens + batch),
+            takes_inputs=task.takes_inputs,
+            hands_hidden=task.hands_hidden,
         )
         # A prompt that is cut into pieces which fit a graph is sooner through than one that is launched by kernels.
         largest = ahead.graphs.buckets[-1] if ahead.graphs else None
@@ -138,12 +140,26 @@ class AutoregressiveEngine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self._is_awaited
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether something will come of the step that was launched, though there may be no next one."""
+        launched = self._launched
+        return launched is not None and any(request.sequence == sequence for request, sequence in launched.owners)
 
     def add(self, request_id: str, payload: Payload) -> None:
         request = self._task.parse(request_id, payload)
-        if self._ahead is not None and (request.hidden is not None or request.inputs is not None):
-            raise InvalidRequest("hidden states and arriving input need an engine that is built with device_rows=False")
+        task = self._task
+        asks = (
+            request.hidden is not None and not task.hands_hidden,
+            request.inputs is not None and not task.takes_inputs,
+        )
+        if self._ahead is not None and any(asks):
+            raise InvalidRequest(
+                f"device rows keep neither hidden states nor arriving input unless {type(task).__name__} says "
+                "hands_hidden or takes_inputs"
+            )
         self._scheduler.add(request)
 
     def extend(self, request_id: str, payload: Payload) -> None:

@@ -37,6 +37,9 @@ class StepModel(ABC):
     embeds_outputs_apart: bool = False
     """Whether a step gains where all rows are known to be outputs, so that ``embed_outputs`` is called for them."""
 
+    seen_vocabulary: int = 0
+    """Ids of column 0 that device rows remember for ``rule_rows``; 0 for none."""
+
     asks_host: bool = False
     """Whether ``rule``, ``choose`` or ``complete`` look at requests; such steps do not run in device rows."""
 
