@@ -14,8 +14,9 @@ from sgl_omni.engine.attention import QKV
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.device_rows import Field
 from sgl_omni.engine.device_step import StepInputs, advance_rows, begin_rows
-from sgl_omni.engine.kernels import elementwise, sampling, state
+from sgl_omni.engine.kernels import elementwise, moe, sampling, state
 from sgl_omni.engine.kv_cache import KVCache, KVShape
+from sgl_omni.engine.moe import routed_one_by_one
 from sgl_omni.engine.ops import rms_norm
 from sgl_omni.engine.rope import rotate
 from sgl_omni.engine.row_attention import RowLayout, TorchRowAttention, TritonRowAttention
@@ -89,7 +90,9 @@ def check_silu_mul(device: str, dtype: torch.dtype, width: int) -> float:
     return difference(elementwise.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
 
 
-def check_sampling(device: str, vocabulary: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def check_sampling(
+    device: str, vocabulary: int, dtype: torch.dtype = torch.float32, first_column: int = 0
+) -> tuple[Tensor, Tensor]:
     """Ids of the kernel and of the reference: greedy and random rows, ties, every option and all of them together."""
     torch.manual_seed(3)
     options = [
@@ -103,7 +106,7 @@ def check_sampling(device: str, vocabulary: int, dtype: torch.dtype = torch.floa
     steps = torch.arange(rows) + 3
     keys = step_keys(torch.tensor([seed_key(i) for i in range(rows)]), steps)
     logits = logits.to(dtype)
-    expected = sample_masked(logits, temperature, top_k, top_p, keys)
+    expected = sample_masked(logits, temperature, top_k, top_p, keys, first_column)
     place = torch.randperm(rows)
     fields = torch.zeros(rows, len(Field) + 3, dtype=torch.int32)
     fields[place, Field.TEMPERATURE] = temperature.view(torch.int32)
@@ -114,7 +117,7 @@ def check_sampling(device: str, vocabulary: int, dtype: torch.dtype = torch.floa
     fields[:, Field.DRAWN] = 3
     index = torch.randperm(rows)
     moved = [part.to(device) for part in (logits, fields, place[index], index.argsort())]
-    return sampling.sample(*moved).cpu(), expected
+    return sampling.sample(*moved, first_column).cpu(), expected
 
 
 def check_state(device: str) -> None:
@@ -146,3 +149,18 @@ def check_state(device: str) -> None:
     table, offsets = torch.randn(20, 96), torch.tensor([0, 6, 12])
     summed = state.embed(inputs.ids.to(device), offsets.to(device), table.to(device))
     assert difference(summed.cpu(), table[inputs.ids + offsets].sum(1)) < 1e-6
+
+
+def check_moe(device: str, dtype: torch.dtype, *, rows: int, experts: int, choices: int, hidden: int = 72) -> float:
+    """Rows of which most choose the first experts, so that some have many rows and some none."""
+    torch.manual_seed(5)
+    width = hidden // 2 + 4
+    gate_up = torch.randn(experts, 2 * width, hidden, dtype=dtype, device=device) * hidden**-0.5
+    down = torch.randn(experts, hidden, width, dtype=dtype, device=device) * width**-0.5
+    x = torch.randn(rows, hidden, dtype=dtype, device=device)
+    liking = torch.rand(rows, experts, device=device) - torch.arange(experts, device=device) / experts
+    liked, chosen = liking.topk(choices, -1)
+    weights = liked.softmax(-1).to(dtype)
+    result = moe.routed(x, chosen, weights, gate_up, down)
+    assert result.shape == (choices, rows, hidden)
+    return difference(result.sum(0), routed_one_by_one(x, chosen, weights, gate_up, down))

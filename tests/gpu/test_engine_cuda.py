@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_kernels import check_add_norm, check_attention, check_sampling, check_silu_mul
+from engine_kernels import check_add_norm, check_attention, check_moe, check_sampling, check_silu_mul
 from test_engine_parity import OUTPUTS, VOCABULARY, Family, build, run, step
 
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
@@ -17,6 +17,7 @@ from sgl_omni.engine.task import InputSpec, TokenTask
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+NAMES = ("llama", "qwen2", "qwen3", "mistral-window", "qwen3-moe", "qwen2-moe-shared")
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
@@ -37,6 +38,15 @@ def test_elementwise(dtype: torch.dtype, width: int) -> None:
     assert check_silu_mul("cuda", dtype, width) < TOLERANCE[dtype]
 
 
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 7, 64, 300])
+@pytest.mark.parametrize("hidden", [72, 2048])
+def test_experts(dtype: torch.dtype, rows: int, hidden: int) -> None:
+    for experts, choices in ((4, 1), (16, 2), (64, 8)):
+        off = check_moe("cuda", dtype, rows=rows, experts=experts, choices=choices, hidden=hidden)
+        assert off < TOLERANCE[dtype], (experts, choices)
+
+
 @pytest.mark.parametrize("vocabulary", [50, 1026, 5000])
 def test_sampling(vocabulary: int) -> None:
     chosen, expected = check_sampling("cuda", vocabulary)
@@ -45,7 +55,7 @@ def test_sampling(vocabulary: int) -> None:
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
-    return {name: build(name, tmp_path_factory.mktemp(name)) for name in ("llama", "qwen2", "qwen3", "mistral-window")}
+    return {name: build(name, tmp_path_factory.mktemp(name)) for name in NAMES}
 
 
 def cuda_engine(folder: Path, **settings: object) -> AutoregressiveEngine:
@@ -56,7 +66,7 @@ def cuda_engine(folder: Path, **settings: object) -> AutoregressiveEngine:
 
 
 @pytest.mark.parametrize("graphs", [0, 8])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_equal_generate(families: dict[str, Family], name: str, graphs: int) -> None:
     family = families[name]
     engine = cuda_engine(family.folder, cuda_graph_max_bs=graphs, max_running_requests=8)
