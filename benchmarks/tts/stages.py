@@ -27,7 +27,11 @@ def create_frontend(prompt_tokens: int, columns: int, codebook: int) -> Function
 
 
 def create_engine(
-    shape: str, device: str = "cpu", engine: dict[str, Any] | None = None, chunk_frames: int = 25
+    shape: str,
+    device: str = "cpu",
+    engine: dict[str, Any] | None = None,
+    budget_bytes: int | None = None,
+    chunk_frames: int = 25,
 ) -> EngineStage:
     """The decoder of ``benchmarks/engine.py`` of that name; frames go on ``chunk_frames`` at a time."""
     import torch
@@ -41,7 +45,7 @@ def create_engine(
     assert model.pattern is not None
     inputs = InputSpec(vocab_sizes=(found.codebook,) * found.columns, hidden_size=model.config.hidden_size)
     task = FrameTask(inputs, model.pattern, hand_over=HandOver(chunk_frames, chunk_frames))
-    settings = EngineSettings.parse(engine or {})
+    settings = EngineSettings.parse(engine or {}, budget_bytes=budget_bytes)
     return EngineStage(AutoregressiveEngine.build(model, task, settings, max_positions=8192))
 
 

@@ -7,10 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_kernels import check_add_norm, check_attention, check_moe, check_sampling, check_silu_mul
+from engine_kernels import (
+    check_add_norm,
+    check_attention,
+    check_moe,
+    check_sampling,
+    check_silu_mul,
+    check_state,
+    difference,
+)
 from test_engine_parity import OUTPUTS, VOCABULARY, Family, build, run, step
+from test_engine_requests import frames_of
 
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
+from sgl_omni.engine.kernels import linear
 from sgl_omni.engine.model import CausalModel
 from sgl_omni.engine.task import InputSpec, TokenTask
 
@@ -21,14 +31,48 @@ NAMES = ("llama", "qwen2", "qwen3", "mistral-window", "qwen3-moe", "qwen2-moe-sh
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-@DTYPES
-@pytest.mark.parametrize("heads", [(6, 2, 24), (32, 8, 128), (16, 8, 128), (14, 2, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "heads"),
+    [(torch.float32, (6, 2, 24)), (torch.bfloat16, (32, 8, 128)), (torch.bfloat16, (14, 2, 64))],
+    ids=str,
+)
 @pytest.mark.parametrize("tiled", [False, True])
 def test_paged_attention(dtype: torch.dtype, heads: tuple[int, int, int], tiled: bool) -> None:
     for window in (None, 9):
         for splits in (None, 1, 5):
             off = check_attention("cuda", dtype, window=window, tiled=tiled, splits=splits, heads=heads)
             assert off < TOLERANCE[dtype], (window, splits)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 40, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), [(2560, 4096), (6144, 2560), (1024, 512)])
+def test_products_of_few_rows(rows: int, outputs: int, inputs: int) -> None:
+    """Against float64: as near as the library's own product is, whose sums are rounded as often."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(2 * outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.05
+    assert linear.is_few_rows(x, weight)
+    exact = x.double() @ weight.double().T
+    assert difference(linear.partial_linear(x, weight).sum(0), exact) < 1e-5
+    gate, up = exact.chunk(2, -1)
+    assert difference(linear.gated_linear(x, weight), torch.nn.functional.silu(gate) * up) < 2e-2
+
+
+def test_a_product_in_two_halves() -> None:
+    x = torch.randn(100, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(2560, 4096, device="cuda", dtype=torch.bfloat16) * 0.05
+    assert linear.is_split_well(x, weight)
+    assert difference(linear.halved_linear(x, weight).sum(0), x.double() @ weight.double().T) < 1e-5
+
+
+def test_both_ends_of_a_step() -> None:
+    check_state("cuda")
+
+
+def test_frames_equal_those_of_the_cpu() -> None:
+    """Greedy and random requests, delays, limits and ends, through graphs and a pool that overflows."""
+    settings = {"max_total_tokens": 120, "page_size": 2, "chunked_prefill_tokens": 2}
+    assert frames_of(True, abort=False, device="cuda", **settings) == frames_of(False, abort=False, **settings)
 
 
 @DTYPES
@@ -47,9 +91,10 @@ def test_experts(dtype: torch.dtype, rows: int, hidden: int) -> None:
         assert off < TOLERANCE[dtype], (experts, choices)
 
 
+@DTYPES
 @pytest.mark.parametrize("vocabulary", [50, 1026, 5000])
-def test_sampling(vocabulary: int) -> None:
-    chosen, expected = check_sampling("cuda", vocabulary)
+def test_sampling(vocabulary: int, dtype: torch.dtype) -> None:
+    chosen, expected = check_sampling("cuda", vocabulary, dtype)
     assert (chosen != expected).sum() <= 1  # a sum that rounds otherwise may move one id over the edge
 
 

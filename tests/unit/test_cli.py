@@ -57,6 +57,18 @@ def test_serve_says_what_is_missing() -> None:
     assert done.returncode == 2 and "--config FILE" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--model-path", "demo-voice", "--drain-timeout", "nan"], "nan is not a finite number"),
+        (["demo", "--out", "/no such folder/a.wav"], "there is no folder /no such folder"),
+    ],
+)
+def test_odd_arguments_are_refused_before_anything_starts(arguments: list[str], says: str) -> None:
+    done = python(f"import sys; sys.argv = ['sgl-omni', *{arguments!r}]; from sgl_omni.cli.main import main; main()")
+    assert (done.returncode, says in done.stderr, "Traceback" in done.stderr) == (2, True, False)
+
+
 def test_an_unknown_model_is_refused_without_a_traceback() -> None:
     code = "import sys; sys.argv = ['sgl-omni', 'serve', '--model-path', 'nobody/nothing']"
     done = python(f"{code}; from sgl_omni.cli.main import main; main()")

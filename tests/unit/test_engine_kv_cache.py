@@ -7,6 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl_omni.engine import kv_budget
+from sgl_omni.engine.engine import EngineSettings
+from sgl_omni.engine.kv_budget import kv_bytes
 from sgl_omni.engine.kv_cache import KVCache, KVShape, PagePool, count_pages
 from sgl_omni.engine.request import Prompt
 from sgl_omni.errors import StartupError
@@ -104,3 +107,22 @@ def test_the_keys_of_prompts_agree_up_to_where_their_content_does() -> None:
     assert Prompt(embeddings=embeddings).page_keys(2) == Prompt(embeddings=embeddings.clone()).page_keys(2)
     assert Prompt(embeddings=embeddings + 1).page_keys(2) != Prompt(embeddings=embeddings).page_keys(2)
     assert Prompt(embeddings=embeddings.bfloat16()).page_keys(2)[0] != Prompt(embeddings=embeddings).page_keys(2)[0]
+
+
+def test_a_pool_is_what_a_budget_leaves_beside_the_weights() -> None:
+    gib = 1 << 30
+    assert kv_bytes(8 * gib, static_bytes=20 * gib, budget_bytes=30 * gib) == 12 * gib
+    assert kv_bytes(8 * gib, budget_bytes=30 * gib) == 20 * gib
+    with pytest.raises(StartupError, match="nothing says how large the KV pool is"):
+        kv_bytes(8 * gib)
+    with pytest.raises(StartupError, match=r"9.00 GiB, leaves nothing .* 8.00 GiB and 2.00 GiB of working memory"):
+        kv_bytes(8 * gib, budget_bytes=9 * gib)
+
+
+def test_settings_pin_the_pool_or_derive_it() -> None:
+    cpu = torch.device("cpu")
+    budget = kv_budget.WORKING_BYTES + 64 * SHAPE.bytes_per_token
+    assert EngineSettings(budget_bytes=budget).pages(SHAPE, cpu) == 4
+    assert EngineSettings(budget_bytes=budget, max_total_tokens=32).pages(SHAPE, cpu) == 2
+    with pytest.raises(StartupError, match="mem_fraction_static is a share of a GPU"):
+        EngineSettings(mem_fraction_static=0.5).pages(SHAPE, cpu)

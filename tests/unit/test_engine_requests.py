@@ -122,6 +122,16 @@ def test_what_can_never_be_served_is_refused_for_that_request_alone(case: str) -
     assert engine.stats()["kv_used_tokens"] == 0
 
 
+def test_an_id_is_taken_once_at_a_time() -> None:
+    engine = token_engine()
+    engine.add("a", {"prompt_ids": [1, 2], "max_new_tokens": 2})
+    with pytest.raises(InvalidRequest, match="'a' is here already"):
+        engine.add("a", {"prompt_ids": [3], "max_new_tokens": 2})
+    assert len(run(engine)["a"][1]["token_ids"]) == 2
+    engine.add("a", {"prompt_ids": [3], "max_new_tokens": 1})
+    assert len(run(engine)["a"][1]["token_ids"]) == 1
+
+
 def test_tokens_are_streamed_where_that_is_asked_for() -> None:
     engine = token_engine()
     engine.add("streamed", {"prompt_ids": [1, 2], "max_new_tokens": 4, "stream": True})
@@ -193,9 +203,11 @@ def test_frames_are_the_same_alone_and_in_a_pool_that_overflows() -> None:
         assert together[str(i)][1] == result
 
 
-def frames_of(device_rows: bool, abort: bool, **settings: Any) -> dict[str, tuple[list[int], dict[str, Any]]]:
+def frames_of(
+    device_rows: bool, abort: bool, device: str = "cpu", **settings: Any
+) -> dict[str, tuple[list[int], dict[str, Any]]]:
     """Codes and result of twelve requests, greedy and random ones, with limits and ends at all kinds of rows."""
-    model, pattern = tiny_model(COLUMNS), DelayPattern.staircase(COLUMNS, EOS, PAD)
+    model, pattern = tiny_model(COLUMNS).to(device), DelayPattern.staircase(COLUMNS, EOS, PAD)
     model.pattern = pattern
     inputs = InputSpec(vocab_sizes=(12,) * COLUMNS, hidden_size=16)
     options = EngineSettings(**{"max_total_tokens": 400, "page_size": 4, "max_running_requests": 5, **settings})
@@ -360,5 +372,5 @@ def test_settings_come_from_the_stage_and_what_is_left_out_keeps_its_default() -
     section = {"max_total_tokens": 512, "kv_cache_bytes": None, "max_running_requests": 4, "cuda_graph_max_bs": 8}
     settings = EngineSettings.parse(section, page_size=1)
     assert (settings.max_total_tokens, settings.page_size, settings.max_running_requests) == (512, 1, 4)
-    with pytest.raises(StartupError, match="either"):
-        EngineSettings.parse({}).pages(tiny_model().kv_shape)
+    with pytest.raises(StartupError, match="nothing says how large the KV pool is"):
+        EngineSettings.parse({}).pages(tiny_model().kv_shape, torch.device("cpu"))

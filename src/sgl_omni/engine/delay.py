@@ -63,7 +63,7 @@ class DelayPattern:
 
     def frames(self, rows: Sequence[Sequence[int]], start: int, stop: int) -> npt.NDArray[np.int16]:
         """The codes of known frames [stop - start, codebooks]."""
-        block = np.asarray(rows[start : stop + self.longest], dtype=np.int16)
+        block = np.asarray(rows[start : stop + self.longest], dtype=np.int16).reshape(-1, len(self.delays))
         frame = np.arange(stop - start)[:, None]
         return block[frame + self._delays, np.arange(len(self.delays))]
 

@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from sgl_omni.engine.cross_attention import SourcePool
 from sgl_omni.engine.device_runner import DeviceRunner
 from sgl_omni.engine.interface import EngineOutput, Payload
+from sgl_omni.engine.kv_budget import kv_bytes
 from sgl_omni.engine.kv_cache import KVCache, KVShape, PagePool, count_pages
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.quiet import QuietRows
@@ -29,11 +32,14 @@ class EngineSettings:
 
     ``group_rows`` makes the engine batch-invariant: see ``ModelRunner``; prefixes are then not reused, as that
     would change how a prompt is cut into chunks. Only a request that was retracted may still differ in rounding.
-    ``cuda_graph_max_bs``: requests up to which a decode step on a GPU is one CUDA graph; 0 for none.
+    ``mem_fraction_static`` and ``budget_bytes`` (the stage's whole budget) size the pool where nothing pins it; see
+    ``kv_budget``. ``cuda_graph_max_bs``: requests up to which a decode step on a GPU is one CUDA graph; 0 for none.
     """
 
     max_total_tokens: int | None = None
     kv_cache_bytes: int | None = None
+    mem_fraction_static: float | None = None
+    budget_bytes: int | None = None
     page_size: int = 16
     max_running_requests: int = 64
     chunked_prefill_tokens: int = 2048
@@ -47,10 +53,23 @@ class EngineSettings:
         given = {key: value for key, value in settings.items() if key in cls.__slots__ and value is not None}
         return cls(**{**defaults, **given})
 
-    def pages(self, shape: KVShape) -> int:
-        return count_pages(
-            shape, self.page_size, max_total_tokens=self.max_total_tokens, kv_cache_bytes=self.kv_cache_bytes
-        )
+    def pages(self, shape: KVShape, device: torch.device) -> int:
+        """Pages of the pool; the weights must be on the device by now. Raises ``StartupError`` for none."""
+        tokens, size = self.max_total_tokens, self.kv_cache_bytes
+        if tokens is None and size is None:
+            on_gpu = device.type == "cuda"
+            static = self.mem_fraction_static
+            if static is not None and not on_gpu:
+                raise StartupError(
+                    "engine.mem_fraction_static is a share of a GPU's memory; on a CPU give engine.max_total_tokens"
+                )
+            total = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
+            size = kv_bytes(
+                torch.cuda.memory_allocated(device) if on_gpu else 0,
+                static_bytes=None if static is None else int(static * total),
+                budget_bytes=self.budget_bytes,
+            )
+        return count_pages(shape, self.page_size, max_total_tokens=tokens, kv_cache_bytes=size)
 
     def limits(self, max_positions: int | None, *, ahead: bool = False, step_rows: int | None = None) -> Limits:
         """``ahead``: for a runner that launches a step before it has read the last."""
@@ -103,7 +122,7 @@ class AutoregressiveEngine:
         ``device_rows``: run steps in fixed device rows, each launched before the last is read; by default on a GPU.
         Raises ``StartupError`` for a pool that holds nothing.
         """
-        pages = settings.pages(model.kv_shape)
+        pages = settings.pages(model.kv_shape, model.device)
         pool = PagePool(pages, settings.page_size)
         if device_rows is None:
             device_rows = model.device.type == "cuda" and settings.group_rows is None and not model.asks_host
@@ -139,6 +158,10 @@ class AutoregressiveEngine:
         return self._runner
 
     @property
+    def running(self) -> Sequence[Request]:
+        return self._scheduler.running
+
+    @property
     def has_work(self) -> bool:
         return self._scheduler.has_work or self._is_awaited
 
@@ -149,6 +172,8 @@ class AutoregressiveEngine:
         return launched is not None and any(request.sequence == sequence for request, sequence in launched.owners)
 
     def add(self, request_id: str, payload: Payload) -> None:
+        if self._scheduler.find(request_id) is not None:
+            raise InvalidRequest(f"request {request_id!r} is here already")
         request = self._task.parse(request_id, payload)
         task = self._task
         asks = (

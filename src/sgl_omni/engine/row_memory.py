@@ -59,9 +59,8 @@ class AddedRows:
 
     def __init__(self, rows: int, places: int, like: Tensor) -> None:
         """``like`` [1, hidden]: of the kind and on the device that inputs are."""
-        width, kind = like.shape[1], {"dtype": like.dtype, "device": like.device}
-        self._ring = torch.zeros(rows, places, width, **kind)
-        self._fallback = torch.zeros(rows, width, **kind)
+        self._ring = like.new_zeros(rows, places, like.shape[1])
+        self._fallback = like.new_zeros(rows, like.shape[1])
         self._count = torch.zeros(rows, dtype=torch.int64, device=like.device)
         self._sent = [0] * rows
         self._holds = [False] * rows

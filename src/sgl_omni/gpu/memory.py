@@ -5,6 +5,13 @@ from __future__ import annotations
 from sgl_omni.errors import StartupError
 
 
+def total_memory(device: int) -> int:
+    """Bytes of a GPU, those in use included."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def cap_allocator(device: int, *, fraction: float, size: int, beside: int = 0) -> int:
     """Limits what torch's allocator of this process may take of a GPU; more is an out-of-memory error here.
 
@@ -20,7 +27,7 @@ def cap_allocator(device: int, *, fraction: float, size: int, beside: int = 0) -
     """
     import torch
 
-    total = torch.cuda.get_device_properties(device).total_memory
+    total = total_memory(device)
     share = min(fraction + size / total, 1.0) - beside / total
     if share <= 0:
         raise StartupError(

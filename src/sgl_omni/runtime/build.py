@@ -6,7 +6,7 @@ import inspect
 import logging
 from typing import TYPE_CHECKING
 
-from sgl_omni.gpu.memory import cap_allocator
+from sgl_omni.gpu.memory import cap_allocator, total_memory
 from sgl_omni.runtime.engine_runner import EngineRunner
 from sgl_omni.runtime.runners import AsyncFunctionRunner, BatchRunner, Runner, ThreadFunctionRunner
 from sgl_omni.runtime.stage import BatchStage, EngineStage, FunctionStage, Stage, StreamStage
@@ -38,6 +38,7 @@ def build_runner(stage: StagePlan, plan: Plan, device: int | None, weights: Weig
         "device": f"cuda:{device}" if device is not None and plan.platform == "cuda" else "cpu",
         "engine": stage.engine or {},
         "weights": weights,
+        "budget_bytes": budget_bytes(stage, plan, device),
     }
     declared = inspect.signature(factory).parameters
     arguments = {key: value for key, value in offered.items() if key in declared} | stage.factory_args
@@ -45,6 +46,13 @@ def build_runner(stage: StagePlan, plan: Plan, device: int | None, weights: Weig
     if any(stage.name in s.stream_to for s in plan.stages) and not isinstance(runner, StreamRunner):
         raise TypeError(f"stage '{stage.name}' receives a stream, so its factory must return a StreamStage")
     return runner
+
+
+def budget_bytes(stage: StagePlan, plan: Plan, device: int | None) -> int | None:
+    """What the stage may hold of its GPU; None where nothing says so, or there is no GPU to take a fraction of."""
+    if stage.budget_fraction is None or device is None or plan.platform != "cuda":
+        return stage.budget_bytes
+    return int(stage.budget_fraction * total_memory(device))
 
 
 def enforce_budgets(plan: Plan, instance: InstancePlan, device: int | None, beside: int = 0) -> None:

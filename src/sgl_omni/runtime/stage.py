@@ -4,7 +4,8 @@ A factory (``stages.<s>.factory_path``) returns one of these. It is called once,
 process, with the keyword arguments of ``stages.<s>.factory`` plus those of the following that its
 signature declares: ``model_path``, ``gpu_id`` (int or None), ``device`` ("cpu" or "cuda:N"),
 ``engine`` (the stage's engine settings as a dict), ``weights`` (where replicas share weights, the
-`sgl_omni.engine.weights.WeightStore` that gives the model its tensors; else None).
+`sgl_omni.engine.weights.WeightStore` that gives the model its tensors; else None), ``budget_bytes``
+(what the stage may hold of its GPU's memory, if it says so; else None).
 
 A payload is a ``dict`` with string keys whose values are None, bool, int, float, str, bytes, numpy
 arrays, torch tensors, or lists and dicts of these. Between processes, bytes of more than 64 KiB arrive
