@@ -35,6 +35,8 @@ class Field(IntEnum):
     SEED = 9
     PENALTY = 10
     """Of repetition."""
+    PLACE = 11
+    """Of the encoder's output in the ``SourcePool``, where there is one."""
 
 
 class DeviceRows:
@@ -125,6 +127,7 @@ def _state(request: Request) -> list[int]:
         float_bits(sampling.top_p),
         seed_key(sampling.seed),
         float_bits(sampling.repetition_penalty),
+        max(0, request.place),
     ]
 
 

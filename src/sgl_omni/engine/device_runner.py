@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sgl_omni.engine.cross_attention import SourcePool
 from sgl_omni.engine.device_rows import DeviceRows
 from sgl_omni.engine.device_step import DeviceStep, StepInputs, StepOutput, step_size
 from sgl_omni.engine.graphs import StepGraphs, bucket_rows
@@ -60,10 +61,12 @@ class DeviceRunner:
         graph_rows: int = 0,
         takes_inputs: bool = False,
         hands_hidden: bool = False,
+        sources: SourcePool | None = None,
     ) -> None:
         """``cache`` has one page more than the pool, for padding. Graphs are captured here, for up to
         ``graph_batch`` decoding requests and up to ``graph_rows`` rows with prompts; 0 turns them off.
-        ``takes_inputs`` and ``hands_hidden``: what requests may ask for; see ``Task``."""
+        ``takes_inputs`` and ``hands_hidden``: what requests may ask for; see ``Task``. ``sources``: where a model
+        attends over encoders' outputs, the places of these."""
         self._model = model
         self._columns = model.columns
         self._device = cache.device
@@ -80,7 +83,8 @@ class DeviceRunner:
             added_places=_ADDED_PLACES,
             inputs_like=_inputs_like(model) if takes_inputs else None,
         )
-        self._step = DeviceStep(model, cache, self._rows)
+        self._sources = sources
+        self._step = DeviceStep(model, cache, self._rows, sources)
         self._continues_at = [-1] * max_rows
         self._chosen = [self._output_buffer() for _ in range(_BUFFERS)]
         self._turn = 0
@@ -159,6 +163,8 @@ class DeviceRunner:
         return start, start + 1
 
     def _enter(self, request: Request) -> None:
+        if self._sources is not None:
+            self._sources.admit(request, self._model)
         if self._rows.follow(request):
             self._continues_at[request.row] = -1
 

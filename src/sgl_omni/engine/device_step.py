@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sgl_omni.engine.attention import Attend
+from sgl_omni.engine.cross_attention import RowSourceAttend, SourcePool
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.device_rows import DeviceRows, Field
 from sgl_omni.engine.kv_cache import KVCache
@@ -113,8 +115,9 @@ def advance_rows(
 class DeviceStep:
     """A model, its cache and the rows that it works on."""
 
-    def __init__(self, model: StepModel, cache: KVCache, rows: DeviceRows) -> None:
+    def __init__(self, model: StepModel, cache: KVCache, rows: DeviceRows, sources: SourcePool | None = None) -> None:
         self._model = model
+        self._sources = sources
         self._cache = cache
         self._rows = rows
         self._attention = TritonRowAttention if cache.device.type == "cuda" else TorchRowAttention
@@ -150,7 +153,10 @@ class DeviceStep:
                 x = x.index_add(0, given.added_at, given.added.to(x.dtype))
             rope = rope if given.positions is None else torch.where(given.positions >= 0, given.positions, rope)
         layout = RowLayout(positions, inputs.rows, tables, slots, prompts)
-        hidden = model.forward(x, rope, self._attention(self._cache, layout))
+        attend: Attend = self._attention(self._cache, layout)
+        if self._sources is not None:
+            attend = RowSourceAttend(self._sources, attend, fields[inputs.rows, Field.PLACE].to(torch.int64))
+        hidden = model.forward(x, rope, attend)
         if inputs.ends.shape[0] == 0:
             return StepOutput(inputs.ids[:0], hidden)
         chosen_from = hidden[inputs.ends]

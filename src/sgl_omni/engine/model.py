@@ -24,6 +24,8 @@ from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.shard import Shard
 from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
 
+_RULES = ("rule", "choose", "complete", "rule_rows", "finish_rows")
+
 
 class StepModel(ABC):
     """One step, in the order of the methods. ``columns`` ids make up a row: 1 for tokens, K for frames."""
@@ -40,8 +42,12 @@ class StepModel(ABC):
     seen_vocabulary: int = 0
     """Ids of column 0 that device rows remember for ``rule_rows``; 0 for none."""
 
-    asks_host: bool = False
-    """Whether ``rule``, ``choose`` or ``complete`` look at requests; such steps do not run in device rows."""
+    @property
+    def asks_host(self) -> bool:
+        """Whether rules of the model look at requests and have no counterpart for device rows, where it cannot run."""
+        own = {name for name in _RULES if getattr(type(self), name) is not getattr(StepModel, name)}
+        pairs = (("rule", "rule_rows"), ("complete", "finish_rows"))
+        return "choose" in own or any(rule in own and counterpart not in own for rule, counterpart in pairs)
 
     @property
     @abstractmethod
@@ -53,7 +59,7 @@ class StepModel(ABC):
 
     @property
     def source_shape(self) -> SourceShape | None:
-        """Of an encoder's output, where the model attends over one; ``forward`` then gets a ``SourceAttend``."""
+        """Of an encoder's output, where the model attends over one; ``forward`` then gets a ``CrossAttend``."""
         return None
 
     def source_kv(self, source: Tensor) -> Tensor:
