@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from sgl_omni.engine.attention import QKV
+from sgl_omni.engine.cross_attention import SourcePool, SourceShape, attend_places
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.device_rows import Field
 from sgl_omni.engine.device_step import StepInputs, advance_rows, begin_rows
-from sgl_omni.engine.kernels import elementwise, moe, sampling, state
+from sgl_omni.engine.kernels import attention, elementwise, moe, sampling, state
 from sgl_omni.engine.kv_cache import KVCache, KVShape
 from sgl_omni.engine.moe import routed_one_by_one
 from sgl_omni.engine.ops import rms_norm
@@ -164,3 +165,35 @@ def check_moe(device: str, dtype: torch.dtype, *, rows: int, experts: int, choic
     result = moe.routed(x, chosen, weights, gate_up, down)
     assert result.shape == (choices, rows, hidden)
     return difference(result.sum(0), routed_one_by_one(x, chosen, weights, gate_up, down))
+
+
+def check_added(device: str, dtype: torch.dtype = torch.float32) -> float:
+    """What has arrived, and the fallback after it, is added to the inputs of outputs and to no others."""
+    torch.manual_seed(6)
+    ring, fallback = torch.randn(5, 4, 70, dtype=dtype), torch.randn(5, 70, dtype=dtype)
+    counts, x = torch.tensor([9, 2, 0, 7, 3]), torch.randn(6, 70, dtype=dtype)
+    fields = torch.zeros(5, len(Field) + 2, dtype=torch.int32)
+    fields[:, Field.STEP] = torch.tensor([9, 3, 1, 6, 3])
+    rows, given = torch.tensor([0, 1, 2, 3, 4, 3]), torch.tensor([-1, -1, -1, -1, -1, 8])
+    expected = x.clone()
+    for i, added in enumerate((ring[0, 0], fallback[1], fallback[2], ring[3, 1], ring[4, 2])):
+        expected[i] += added
+    result = x.clone().to(device)
+    state.add_arrived(result, *(part.to(device) for part in (rows, given, fields, ring, fallback, counts)))
+    return difference(result.cpu(), expected)
+
+
+def check_places(device: str, dtype: torch.dtype, splits: int) -> float:
+    """Attention over an encoder's output by the kernel for pages, each place being one page."""
+    torch.manual_seed(7)
+    pool = SourcePool(SourceShape(KVShape(2, 4, 24, dtype), 11), 5, device)
+    pool.lengths.copy_(torch.tensor([11, 3, 1, 7, 0]))
+    keys, values = pool.layer(1)
+    keys.normal_()
+    values.normal_()
+    places = torch.tensor([3, 0, 2, 0, 1, 3], device=device)
+    q = torch.randn(6, 4, 24, dtype=dtype, device=device)
+    expected, result = attend_places(q, keys, values, places, pool.lengths), torch.empty_like(q)
+    last = pool.lengths[places] - 1
+    attention.decode_attention(q, keys, values, pool.tables, places, last, None, splits, result)
+    return difference(result, expected)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from engine_kernels import (
     check_add_norm,
+    check_added,
     check_attention,
     check_moe,
+    check_places,
     check_sampling,
     check_silu_mul,
     check_state,
@@ -67,6 +69,17 @@ def test_a_product_in_two_halves() -> None:
 
 def test_both_ends_of_a_step() -> None:
     check_state("cuda")
+
+
+@DTYPES
+def test_what_has_arrived_is_added(dtype: torch.dtype) -> None:
+    assert check_added("cuda", dtype) < TOLERANCE[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize("splits", [1, 3])
+def test_attention_over_an_encoders_output(dtype: torch.dtype, splits: int) -> None:
+    assert check_places("cuda", dtype, splits) < TOLERANCE[dtype]
 
 
 def test_frames_equal_those_of_the_cpu() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgl_omni.engine.attention import AttentionSpan, TorchAttention
-from sgl_omni.engine.device_rows import DeviceRows
+from sgl_omni.engine.device_rows import DeviceRows, Field
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import CausalModel
@@ -389,7 +389,7 @@ def test_the_talkers_rules_in_device_rows_decide_nothing_on_the_host(omni: Omni)
         assert rows.seen is not None
         assert rows.added is not None
         rows.seen.note(at[:3], whole[:, 0])
-        added = rows.added.of(at, torch.empty(5, dtype=torch.int64))
+        added = rows.added.add(torch.empty(5, TALKER_WIDTH), at, at, rows.fields, Field.STEP)
     assert whole.shape == (3, GROUPS)
     assert added.shape == (5, TALKER_WIDTH)
 

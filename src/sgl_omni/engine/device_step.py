@@ -142,9 +142,7 @@ class DeviceStep:
         )
         x = model.embed_outputs(ids) if outputs_only else model.embed_ids(ids)
         if self._rows.added is not None:
-            outputs = fields[inputs.rows, Field.STEP].to(torch.int64) - 1
-            added = self._rows.added.of(inputs.rows, outputs)
-            x = x + added.masked_fill((inputs.given >= 0)[:, None], 0)
+            x = self._rows.added.add(x, inputs.rows, inputs.given, fields, Field.STEP)
         rope = rope.expand(model.axes, -1)
         if given is not None:
             if given.at is not None and given.embeddings is not None:

@@ -94,8 +94,22 @@ class AddedRows:
             self._count.index_copy_(0, to_device(rows, device), to_device(counts, device))
             self._counts.clear()
 
+    def add(self, x: Tensor, rows: Tensor, given: Tensor, fields: Tensor, step: int) -> Tensor:
+        """Part of a step: adds what has arrived to the inputs x [n, hidden] of outputs, those that are not ``given``.
+
+        ``rows`` and ``given`` int64 [n], as in ``StepInputs``; ``fields``: those of all rows, which count outputs in
+        column ``step``. On a GPU in place.
+        """
+        if x.is_cuda:
+            from sgl_omni.engine.kernels import state
+
+            state.add_arrived(x, rows, given, fields, self._ring, self._fallback, self._count)
+            return x
+        outputs = fields[rows, step].to(torch.int64) - 1
+        return x + self.of(rows, outputs).masked_fill((given >= 0)[:, None], 0)
+
     def of(self, rows: Tensor, outputs: Tensor) -> Tensor:
-        """Part of a step: what is added to ``outputs`` int64 [n] of the requests in ``rows`` int64 [n]: [n, hidden]."""
+        """What is added to ``outputs`` int64 [n] of the requests in ``rows`` int64 [n]: [n, hidden]."""
         arrived = self._ring[rows, outputs % self._ring.shape[1]]
         return torch.where((outputs < self._count[rows])[:, None], arrived, self._fallback[rows])
 
