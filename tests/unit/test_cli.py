@@ -20,6 +20,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
         ["config", "--help"],
         ["router", "--help"],
         ["bench", "study", "--help"],
+        ["dp", "up", "--help"],
         ["--version"],
     ],
 )
