@@ -19,7 +19,19 @@ from sgl_omni.runtime.engine_runner import EXIT_ENGINE_FAILED, EngineRunner
 from sgl_omni.runtime.requests import StageRequest
 from sgl_omni.runtime.runners import Runner
 from sgl_omni.runtime.stage import EngineStage, Payload
-from sgl_omni.runtime.tp import Add, Command, Drop, Extend, FinishInput, GroupBroken, Ranks, Step, lost, seeded
+from sgl_omni.runtime.tp import (
+    Add,
+    Command,
+    Drop,
+    Extend,
+    FinishInput,
+    GroupBroken,
+    PeerLost,
+    Ranks,
+    Step,
+    lost,
+    seeded,
+)
 
 log = logging.getLogger("sgl_omni.tp")
 
@@ -52,9 +64,10 @@ class RankEngine:
     def _step(self) -> list[EngineOutput]:
         try:
             outputs = list(self.engine.step())
-        except Exception as error:  # whatever it is, the other ranks may be elsewhere by now
-            log.error("a step failed in one rank, so its whole group ends", exc_info=error)
-            lost(f"the step failed: {error}", error)
+        except PeerLost as error:
+            lost(str(error), error)
+        except Exception as error:
+            raise GroupBroken("a step failed in this rank, and the other ranks may be elsewhere by now") from error
         for output in outputs:
             self._note(output.request_id.encode())
             for part in (*output.chunks, output.result, type(output.error).__name__):
