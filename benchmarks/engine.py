@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -121,39 +122,51 @@ class EngineLoop:
         self.engine = AutoregressiveEngine.build(model, task, settings)
 
     def measure(self, batch: int) -> dict[str, float]:
-        """Milliseconds, from the mean of all steps. ``host_ms``: what the thread did besides waiting."""
-        generator = torch.Generator().manual_seed(batch)
-        start = self.context - self.steps // 2
-        for i in range(batch):
-            ids = torch.randint(0, self.shape.codebook - 1, (start, self.shape.columns), generator=generator)
-            request = {
-                "prompt_ids": ids.numpy(),
-                "max_frames": 8 * self.steps,
-                "temperature": 0.8,
-                "top_k": 50,
-                "seed": i,
-            }
-            self.engine.add(str(i), request)
-        while self.engine.stats()["queued"]:
-            self.engine.step()
-        for _ in range(5):
-            self.engine.step()
+        """Milliseconds, from the mean of all steps. ``host_ms``: what the thread did besides waiting.
+
+        ``context``: mean positions of a request, mid-way. Admission takes steps in which the first requests grow, so
+        prompts are shortened until the mean is what was asked for.
+        """
+        length = self.context - self.steps // 2
+        while True:
+            at = length + self._admit(batch, length) + self.steps / 2
+            if abs(at - self.context) <= 2 or length <= 1:
+                break
+            length = max(1, length - round(at - self.context))
+            self._clear(batch)
         before, started = self.engine.stats(), time.perf_counter()
         for _ in range(self.steps):
             self.engine.step()
         _wait()
         seconds, after = time.perf_counter() - started, self.engine.stats()
-        rows = after["generated_rows"] - before["generated_rows"]
+        self._clear(batch)
+        waited = after.get("wait_seconds", 0.0) - before.get("wait_seconds", 0.0)
+        return {
+            "context": at,
+            "step_ms": 1e3 * seconds / self.steps,
+            "host_ms": 1e3 * (seconds - waited) / self.steps,
+            "frames_per_s": batch * self.steps / seconds,
+        }
+
+    def _admit(self, batch: int, length: int) -> float:
+        """Returns how many rows a request has beyond its prompt, on the mean, when all are decoding."""
+        generator = torch.Generator().manual_seed(batch)
+        for i in range(batch):
+            ids = torch.randint(0, self.shape.codebook - 1, (length, self.shape.columns), generator=generator)
+            options = {"max_frames": 8 * self.steps, "temperature": 0.8, "top_k": 50, "seed": i}
+            self.engine.add(str(i), {"prompt_ids": ids.numpy(), **options})
+        while self.engine.stats()["queued"]:
+            self.engine.step()
+        ahead = statistics.mean(len(request.outputs) for request in self.engine.running)
+        for _ in range(8):
+            self.engine.step()
+        return ahead + 8
+
+    def _clear(self, batch: int) -> None:
         for i in range(batch):
             self.engine.abort(str(i))
         while self.engine.has_work:
             self.engine.step()
-        waited = after.get("wait_seconds", 0.0) - before.get("wait_seconds", 0.0)
-        return {
-            "step_ms": 1e3 * seconds / self.steps,
-            "host_ms": 1e3 * (seconds - waited) / self.steps,
-            "frames_per_s": rows / seconds,
-        }
 
 
 class PlainLoop:
@@ -216,7 +229,7 @@ class Machine:
         a = torch.randn(side, side, device=device, dtype=dtype)
         return cls(bandwidth, 2 * side**3 / _best_of(lambda: a @ a))
 
-    def limit_ms(self, model: CausalModel, batch: int, context: int) -> float:
+    def limit_ms(self, model: CausalModel, batch: int, context: float) -> float:
         """Weights and keys and values are read once, every product is made once."""
         weights = [p for name, p in model.named_parameters() if not name.startswith("embedding")]
         read = sum(p.nbytes for p in weights) + batch * context * model.kv_shape.bytes_per_token
@@ -259,18 +272,19 @@ def main() -> None:
     model = build_model(shape, device, dtype)
     loop = EngineLoop(model, shape, max(batches), args.context, args.steps)
     plain = None if args.no_plain else PlainLoop(shape, device, dtype)
+    gc.collect()
+    gc.freeze()  # as a stage's process does
     rounds: list[dict[str, Any]] = []
     for number in range(args.rounds):
         for batch in batches:
             engine = loop.measure(batch)
             beside = plain.measure(batch, args.context, min(args.steps, 20)) if plain else None
-            limit = machine.limit_ms(model, batch, args.context)
+            limit = machine.limit_ms(model, batch, engine["context"])
             row = {"round": number, "batch": batch, "engine": engine, "plain": beside, "limit_ms": limit}
             row["share_of_limit"] = limit / engine["step_ms"]
             rounds.append(row)
             if not args.json:
                 print(json.dumps(row), file=sys.stderr, flush=True)
-            gc.collect()
     runner = loop.engine.runner
     graphs = runner.graphs if isinstance(runner, DeviceRunner) else None
     print(

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from sgl_omni.engine.attention import QKV
+from sgl_omni.engine.cross_attention import SourcePool, SourceShape, attend_places
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.device_rows import Field
 from sgl_omni.engine.device_step import StepInputs, advance_rows, begin_rows
-from sgl_omni.engine.kernels import elementwise, sampling, state
+from sgl_omni.engine.kernels import attention, elementwise, moe, sampling, state
 from sgl_omni.engine.kv_cache import KVCache, KVShape
+from sgl_omni.engine.moe import routed_one_by_one
 from sgl_omni.engine.ops import rms_norm
 from sgl_omni.engine.rope import rotate
 from sgl_omni.engine.row_attention import RowLayout, TorchRowAttention, TritonRowAttention
@@ -89,7 +91,9 @@ def check_silu_mul(device: str, dtype: torch.dtype, width: int) -> float:
     return difference(elementwise.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
 
 
-def check_sampling(device: str, vocabulary: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def check_sampling(
+    device: str, vocabulary: int, dtype: torch.dtype = torch.float32, first_column: int = 0
+) -> tuple[Tensor, Tensor]:
     """Ids of the kernel and of the reference: greedy and random rows, ties, every option and all of them together."""
     torch.manual_seed(3)
     options = [
@@ -103,7 +107,7 @@ def check_sampling(device: str, vocabulary: int, dtype: torch.dtype = torch.floa
     steps = torch.arange(rows) + 3
     keys = step_keys(torch.tensor([seed_key(i) for i in range(rows)]), steps)
     logits = logits.to(dtype)
-    expected = sample_masked(logits, temperature, top_k, top_p, keys)
+    expected = sample_masked(logits, temperature, top_k, top_p, keys, first_column)
     place = torch.randperm(rows)
     fields = torch.zeros(rows, len(Field) + 3, dtype=torch.int32)
     fields[place, Field.TEMPERATURE] = temperature.view(torch.int32)
@@ -114,7 +118,7 @@ def check_sampling(device: str, vocabulary: int, dtype: torch.dtype = torch.floa
     fields[:, Field.DRAWN] = 3
     index = torch.randperm(rows)
     moved = [part.to(device) for part in (logits, fields, place[index], index.argsort())]
-    return sampling.sample(*moved).cpu(), expected
+    return sampling.sample(*moved, first_column).cpu(), expected
 
 
 def check_state(device: str) -> None:
@@ -146,3 +150,50 @@ def check_state(device: str) -> None:
     table, offsets = torch.randn(20, 96), torch.tensor([0, 6, 12])
     summed = state.embed(inputs.ids.to(device), offsets.to(device), table.to(device))
     assert difference(summed.cpu(), table[inputs.ids + offsets].sum(1)) < 1e-6
+
+
+def check_moe(device: str, dtype: torch.dtype, *, rows: int, experts: int, choices: int, hidden: int = 72) -> float:
+    """Rows of which most choose the first experts, so that some have many rows and some none."""
+    torch.manual_seed(5)
+    width = hidden // 2 + 4
+    gate_up = torch.randn(experts, 2 * width, hidden, dtype=dtype, device=device) * hidden**-0.5
+    down = torch.randn(experts, hidden, width, dtype=dtype, device=device) * width**-0.5
+    x = torch.randn(rows, hidden, dtype=dtype, device=device)
+    liking = torch.rand(rows, experts, device=device) - torch.arange(experts, device=device) / experts
+    liked, chosen = liking.topk(choices, -1)
+    weights = liked.softmax(-1).to(dtype)
+    result = moe.routed(x, chosen, weights, gate_up, down)
+    assert result.shape == (choices, rows, hidden)
+    return difference(result.sum(0), routed_one_by_one(x, chosen, weights, gate_up, down))
+
+
+def check_added(device: str, dtype: torch.dtype = torch.float32) -> float:
+    """What has arrived, and the fallback after it, is added to the inputs of outputs and to no others."""
+    torch.manual_seed(6)
+    ring, fallback = torch.randn(5, 4, 70, dtype=dtype), torch.randn(5, 70, dtype=dtype)
+    counts, x = torch.tensor([9, 2, 0, 7, 3]), torch.randn(6, 70, dtype=dtype)
+    fields = torch.zeros(5, len(Field) + 2, dtype=torch.int32)
+    fields[:, Field.STEP] = torch.tensor([9, 3, 1, 6, 3])
+    rows, given = torch.tensor([0, 1, 2, 3, 4, 3]), torch.tensor([-1, -1, -1, -1, -1, 8])
+    expected = x.clone()
+    for i, added in enumerate((ring[0, 0], fallback[1], fallback[2], ring[3, 1], ring[4, 2])):
+        expected[i] += added
+    result = x.clone().to(device)
+    state.add_arrived(result, *(part.to(device) for part in (rows, given, fields, ring, fallback, counts)))
+    return difference(result.cpu(), expected)
+
+
+def check_places(device: str, dtype: torch.dtype, splits: int) -> float:
+    """Attention over an encoder's output by the kernel for pages, each place being one page."""
+    torch.manual_seed(7)
+    pool = SourcePool(SourceShape(KVShape(2, 4, 24, dtype), 11), 5, device)
+    pool.lengths.copy_(torch.tensor([11, 3, 1, 7, 0]))
+    keys, values = pool.layer(1)
+    keys.normal_()
+    values.normal_()
+    places = torch.tensor([3, 0, 2, 0, 1, 3], device=device)
+    q = torch.randn(6, 4, 24, dtype=dtype, device=device)
+    expected, result = attend_places(q, keys, values, places, pool.lengths), torch.empty_like(q)
+    last = pool.lengths[places] - 1
+    attention.decode_attention(q, keys, values, pool.tables, places, last, None, splits, result)
+    return difference(result, expected)

@@ -84,3 +84,15 @@ class WeightShareError(OmniError):
     """Replicas cannot share weights as planned. Names the group or the tensor and says what to do."""
 
     code = "weight_share"
+
+
+class LaunchRefused(OmniError):
+    """Several servers on one GPU cannot be started as asked. Lists everything that is wrong; nothing was started."""
+
+    code = "launch_refused"
+
+
+class LaunchFailed(OmniError):
+    """A run of several servers on one GPU did not start, is not as recorded, or was not ended. Names the replica."""
+
+    code = "launch_failed"

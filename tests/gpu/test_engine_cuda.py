@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_kernels import check_add_norm, check_attention, check_sampling, check_silu_mul, check_state, difference
+from engine_kernels import (
+    check_add_norm,
+    check_added,
+    check_attention,
+    check_moe,
+    check_places,
+    check_sampling,
+    check_silu_mul,
+    check_state,
+    difference,
+)
 from test_engine_parity import OUTPUTS, VOCABULARY, Family, build, run, step
 from test_engine_requests import frames_of
 
@@ -19,6 +29,7 @@ from sgl_omni.engine.task import InputSpec, TokenTask
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+NAMES = ("llama", "qwen2", "qwen3", "mistral-window", "qwen3-moe", "qwen2-moe-shared")
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
@@ -60,6 +71,17 @@ def test_both_ends_of_a_step() -> None:
     check_state("cuda")
 
 
+@DTYPES
+def test_what_has_arrived_is_added(dtype: torch.dtype) -> None:
+    assert check_added("cuda", dtype) < TOLERANCE[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize("splits", [1, 3])
+def test_attention_over_an_encoders_output(dtype: torch.dtype, splits: int) -> None:
+    assert check_places("cuda", dtype, splits) < TOLERANCE[dtype]
+
+
 def test_frames_equal_those_of_the_cpu() -> None:
     """Greedy and random requests, delays, limits and ends, through graphs and a pool that overflows."""
     settings = {"max_total_tokens": 120, "page_size": 2, "chunked_prefill_tokens": 2}
@@ -74,6 +96,15 @@ def test_elementwise(dtype: torch.dtype, width: int) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("rows", [1, 7, 64, 300])
+@pytest.mark.parametrize("hidden", [72, 2048])
+def test_experts(dtype: torch.dtype, rows: int, hidden: int) -> None:
+    for experts, choices in ((4, 1), (16, 2), (64, 8)):
+        off = check_moe("cuda", dtype, rows=rows, experts=experts, choices=choices, hidden=hidden)
+        assert off < TOLERANCE[dtype], (experts, choices)
+
+
+@DTYPES
 @pytest.mark.parametrize("vocabulary", [50, 1026, 5000])
 def test_sampling(vocabulary: int, dtype: torch.dtype) -> None:
     chosen, expected = check_sampling("cuda", vocabulary, dtype)
@@ -82,7 +113,7 @@ def test_sampling(vocabulary: int, dtype: torch.dtype) -> None:
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
-    return {name: build(name, tmp_path_factory.mktemp(name)) for name in ("llama", "qwen2", "qwen3", "mistral-window")}
+    return {name: build(name, tmp_path_factory.mktemp(name)) for name in NAMES}
 
 
 def cuda_engine(folder: Path, **settings: object) -> AutoregressiveEngine:
@@ -93,7 +124,7 @@ def cuda_engine(folder: Path, **settings: object) -> AutoregressiveEngine:
 
 
 @pytest.mark.parametrize("graphs", [0, 8])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_equal_generate(families: dict[str, Family], name: str, graphs: int) -> None:
     family = families[name]
     engine = cuda_engine(family.folder, cuda_graph_max_bs=graphs, max_running_requests=8)

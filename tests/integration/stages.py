@@ -199,6 +199,66 @@ def engine(rows: int = 8, step_ms: float = 1.0) -> EngineStage:
     return EngineStage(CountingEngine(rows, step_ms))
 
 
+class AddingEngine:
+    """Adds up the numbers that arrive, and streams each sum; ``enough`` numbers end a request early."""
+
+    def __init__(self, enough: int, unlucky: int) -> None:
+        self._enough, self._unlucky = enough, unlucky
+        self._open: dict[str, bool] = {}
+        self._sums: dict[str, list[int]] = {}
+        self._sent: dict[str, int] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return any(self._is_due(name) for name in self._sums)
+
+    def _is_due(self, name: str) -> bool:
+        return self._sent[name] < len(self._sums[name]) or not self._open[name]
+
+    def add(self, request_id: str, payload: Payload) -> None:
+        self._open[request_id] = bool(payload.get("input_open"))
+        self._sums[request_id], self._sent[request_id] = [], 0
+        self.extend(request_id, payload)
+
+    def extend(self, request_id: str, payload: Payload) -> None:
+        sums = self._sums.get(request_id)
+        if sums is None:
+            return  # it has ended
+        if payload.get("i") == self._unlucky:
+            self.abort(request_id)
+            raise InvalidRequest("an unlucky number", param="i")
+        if "i" in payload and len(sums) < self._enough:
+            sums.append((sums[-1] if sums else 0) + payload["i"])
+
+    def finish_input(self, request_id: str) -> None:
+        if request_id in self._open:
+            self._open[request_id] = False
+
+    def abort(self, request_id: str) -> None:
+        for table in (self._open, self._sums, self._sent):
+            table.pop(request_id, None)
+
+    def step(self) -> list[EngineOutput]:
+        outputs = []
+        for name in [name for name in self._sums if self._is_due(name)]:
+            new = self._sums[name][self._sent[name] :]
+            self._sent[name] += len(new)
+            chunks: list[Payload] = [{"sum": value} for value in new]
+            done = not self._open[name] or len(self._sums[name]) >= self._enough
+            result = {"count": self._sent[name]} if done else None
+            outputs.append(EngineOutput(name, chunks=chunks, result=result))
+            if done:
+                self.abort(name)
+        return outputs
+
+    def stats(self) -> dict[str, float]:
+        return {"running": len(self._sums), "queued": 0}
+
+
+def adding_engine(enough: int = 10**9, unlucky: int = 1313) -> EngineStage:
+    return EngineStage(AddingEngine(enough, unlucky))
+
+
 def broken_factory() -> FunctionStage:
     raise OSError("the checkpoint is not where it should be")
 

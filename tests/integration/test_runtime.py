@@ -19,6 +19,7 @@ from sgl_omni.errors import (
     PayloadError,
     RequestAborted,
     StageFailed,
+    StartupError,
 )
 from sgl_omni.runtime.coordinator import RequestHandle
 from sgl_omni.runtime.pipeline import Pipeline
@@ -178,6 +179,55 @@ async def test_streams_end_with_the_payload_of_the_next_edge(start: Start) -> No
     assert (result["name"], result["count_seen"]) == ("x", 10)
     assert (await pipeline.submit({"count": 0}).result())["b"]["count_seen"] == 0
     await assert_empty(pipeline)
+
+
+def fed_engine(payload_edge: bool = True, **factory: int) -> Any:
+    """A stream leads from `a` to the engine `b`, and the payload either too or past it, to `c`."""
+    return plan_of(
+        stage("a", "stream_source", next="b" if payload_edge else "c", stream_to="b"),
+        stage("b", "adding_engine", terminal=True, factory_args=factory),
+        *([] if payload_edge else [stage("c", "tag", terminal=True)]),
+    )
+
+
+@pytest.mark.parametrize("payload_edge", [True, False])
+async def test_a_stream_feeds_an_engine(start: Start, payload_edge: bool) -> None:
+    pipeline = await start(fed_engine(payload_edge))
+    handles = [pipeline.submit({"count": count, "size": 100}) for count in (100, 1, 0, 40)]
+    for handle, count in zip(handles, (100, 1, 0, 40), strict=True):
+        sums = [chunk["sum"] for chunk in await collect(handle) if "sum" in chunk]
+        assert sums == [i * (i + 1) // 2 for i in range(count)]
+        assert (await handle.result())["b"] == {"count": count}
+    await assert_empty(pipeline)
+
+
+@pytest.mark.parametrize("payload_edge", [True, False])
+async def test_an_engine_that_has_enough_takes_the_rest_of_its_stream(start: Start, payload_edge: bool) -> None:
+    pipeline = await start(fed_engine(payload_edge, enough=3))
+    for _ in range(3):
+        handle = pipeline.submit({"count": 200, "pause": 0.001})
+        assert [chunk["sum"] for chunk in await collect(handle)] == [0, 1, 3]
+        assert (await handle.result())["b"] == {"count": 3}
+    await assert_empty(pipeline)
+
+
+async def test_a_chunk_that_an_engine_refuses_fails_its_request_alone(start: Start) -> None:
+    pipeline = await start(fed_engine(unlucky=7))
+    good = pipeline.submit({"count": 5})
+    bad = pipeline.submit({"count": 100, "pause": 0.001})
+    with pytest.raises(InvalidRequest, match="an unlucky number"):
+        await bad.result()
+    assert (await good.result())["b"] == {"count": 5}
+    gone = pipeline.submit({"count": 100, "pause": 0.05})
+    await asyncio.sleep(0.2)
+    gone.abort()
+    await assert_empty(pipeline)
+
+
+async def test_an_engine_that_takes_no_stream_is_refused_at_start(start: Start) -> None:
+    plan = plan_of(stage("a", "stream_source", next="b", stream_to="b"), stage("b", "engine", terminal=True))
+    with pytest.raises(StartupError, match="an EngineStage whose engine has `extend` and `finish_input`"):
+        await start(plan)
 
 
 async def test_the_first_chunk_is_there_before_the_source_has_finished(start: Start) -> None:

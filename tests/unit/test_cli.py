@@ -20,6 +20,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
         ["config", "--help"],
         ["router", "--help"],
         ["bench", "study", "--help"],
+        ["dp", "up", "--help"],
         ["--version"],
     ],
 )
@@ -55,6 +56,18 @@ print(len(plan.instances), "torch" in sys.modules)
 def test_serve_says_what_is_missing() -> None:
     done = python("import sys; sys.argv = ['sgl-omni', 'serve']; from sgl_omni.cli.main import main; main()")
     assert done.returncode == 2 and "--config FILE" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--model-path", "demo-voice", "--drain-timeout", "nan"], "nan is not a finite number"),
+        (["demo", "--out", "/no such folder/a.wav"], "there is no folder /no such folder"),
+    ],
+)
+def test_odd_arguments_are_refused_before_anything_starts(arguments: list[str], says: str) -> None:
+    done = python(f"import sys; sys.argv = ['sgl-omni', *{arguments!r}]; from sgl_omni.cli.main import main; main()")
+    assert (done.returncode, says in done.stderr, "Traceback" in done.stderr) == (2, True, False)
 
 
 def test_an_unknown_model_is_refused_without_a_traceback() -> None:

@@ -17,10 +17,14 @@ OUTPUTS = 16
 TOLERANCE = 2e-5
 
 
-def engine_for(model: CausalModel, **settings: Any) -> AutoregressiveEngine:
+def engine_for(model: CausalModel, device_rows: bool = False, **settings: Any) -> AutoregressiveEngine:
     inputs = InputSpec(vocab_sizes=(131,), hidden_size=32)
     task = TokenTask(inputs, kept_layers=model.kept_layers)
-    return AutoregressiveEngine.build(model, task, EngineSettings(**{"page_size": 1, **settings}), max_positions=128)
+    options = EngineSettings(**{"page_size": 1, **settings})
+    return AutoregressiveEngine.build(model, task, options, max_positions=128, device_rows=device_rows)
+
+
+BOTH_RUNNERS = pytest.mark.parametrize("device_rows", [False, True], ids=["at-once", "ahead"])
 
 
 def prompts() -> list[list[int]]:
@@ -28,11 +32,14 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, 131, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
+@BOTH_RUNNERS
 @pytest.mark.parametrize("pool", [400, 60])
 @pytest.mark.parametrize("chunk", [7, 2048])
-def test_each_row_comes_once_with_its_tokens(tiny_qwen3: Any, churn: Any, pool: int, chunk: int) -> None:
+def test_each_row_comes_once_with_its_tokens(
+    tiny_qwen3: Any, churn: Any, pool: int, chunk: int, device_rows: bool
+) -> None:
     model = CausalModel.load(tiny_qwen3.folder, kept_layers=[2, 0])
-    engine = engine_for(model, max_total_tokens=pool, chunked_prefill_tokens=chunk)
+    engine = engine_for(model, device_rows, max_total_tokens=pool, chunked_prefill_tokens=chunk)
     asked: dict[str, list[int]] = {"last": [-1], "layers": [0, 2, -1]}
     payloads = {
         f"{i} {name}": {"prompt_ids": prompt, "max_new_tokens": OUTPUTS, "hidden_states": layers}
@@ -56,8 +63,11 @@ def test_each_row_comes_once_with_its_tokens(tiny_qwen3: Any, churn: Any, pool: 
         assert reference.logits[0, len(prompt) - 1 :].argmax(-1).tolist() == tokens
 
 
-def test_a_prefix_that_is_known_is_run_again_for_its_hidden_states(tiny_qwen3: Any, churn: Any) -> None:
-    engine = engine_for(CausalModel.load(tiny_qwen3.folder), max_total_tokens=400)
+@BOTH_RUNNERS
+def test_a_prefix_that_is_known_is_run_again_for_its_hidden_states(
+    tiny_qwen3: Any, churn: Any, device_rows: bool
+) -> None:
+    engine = engine_for(CausalModel.load(tiny_qwen3.folder), device_rows, max_total_tokens=400)
     payload = {"prompt_ids": prompts()[2], "max_new_tokens": 3}
     seen = churn(engine, {"plain": payload}, "")
     seen |= churn(engine, {"hidden": {**payload, "hidden_states": [-1]}}, "")

@@ -28,12 +28,36 @@ for tiled in (False, True):
 for width in (96, 100):
     assert checks.check_add_norm("cpu", torch.float32, width) < 1e-6, width
     assert checks.check_silu_mul("cpu", torch.float32, width) < 1e-6, width
-for vocabulary, dtype in ((50, torch.float32), (130, torch.bfloat16)):
-    chosen, expected = checks.check_sampling("cpu", vocabulary, dtype)
+for vocabulary, dtype, first_column in ((50, torch.float32, 0), (130, torch.bfloat16, 0), (50, torch.float32, 2)):
+    chosen, expected = checks.check_sampling("cpu", vocabulary, dtype, first_column)
     assert torch.equal(chosen, expected), vocabulary
+for rows, experts, choices in ((1, 4, 1), (5, 4, 2), (3, 16, 4), (70, 6, 3)):
+    off = checks.check_moe("cpu", torch.float32, rows=rows, experts=experts, choices=choices)
+    assert off < 3e-6, ("moe", rows, experts, choices, off)
 checks.check_state("cpu")
+assert checks.check_added("cpu") < 1e-6
+for splits in (1, 3):
+    assert checks.check_places("cpu", torch.float32, splits) < 3e-6, splits
 print("all checked")
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.endswith("all checked\n"), done.stderr
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+def test_the_experts_kernels_compile_for_a_gpu(tile: int) -> None:
+    """Without one: what the interpreter lets pass may not compile."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sgl_omni.engine.kernels import moe
+
+    sizes = {"HIDDEN": 256, "WIDTH": 192, "CHOICES": 2, "PAIRS": tile, "OUTPUTS": 64, "INPUTS": 64, "PRECISION": "tf32"}
+    for kernel, constants in ((moe._order, {"SCAN": 1024}), (moe._gate_up, sizes), (moe._down, sizes)):
+        types = {"experts": "*i64", "order": "*i32", "starts": "*i32", "pairs": "i32", "rows": "i32", "out": "*fp32"}
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in names}
+        places = {(names.index(name),): value for name, value in constants.items()}
+        compiled = compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32))
+        assert "mma" in compiled.asm["ptx"] or kernel is moe._order

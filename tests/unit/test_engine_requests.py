@@ -122,6 +122,16 @@ def test_what_can_never_be_served_is_refused_for_that_request_alone(case: str) -
     assert engine.stats()["kv_used_tokens"] == 0
 
 
+def test_an_id_is_taken_once_at_a_time() -> None:
+    engine = token_engine()
+    engine.add("a", {"prompt_ids": [1, 2], "max_new_tokens": 2})
+    with pytest.raises(InvalidRequest, match="'a' is here already"):
+        engine.add("a", {"prompt_ids": [3], "max_new_tokens": 2})
+    assert len(run(engine)["a"][1]["token_ids"]) == 2
+    engine.add("a", {"prompt_ids": [3], "max_new_tokens": 1})
+    assert len(run(engine)["a"][1]["token_ids"]) == 1
+
+
 def test_tokens_are_streamed_where_that_is_asked_for() -> None:
     engine = token_engine()
     engine.add("streamed", {"prompt_ids": [1, 2], "max_new_tokens": 4, "stream": True})

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,16 +53,77 @@ class StandIn:
 
     def _write(self, chunk: Chunk) -> None:
         request = chunk.request
-        tokens = [*request.prompt.rows[:, 0].tolist(), *(row[0] for row in request.outputs)]
+        tokens = self._known(request)
         state = self._memory[self._slot(request, chunk.start - 1)] if chunk.start else 0
         for position in range(chunk.start, chunk.stop):
             state = digest(state, tokens[position])
             self._memory[self._slot(request, position)] = state
 
+    def _known(self, request: Request) -> list[int]:
+        return [*request.prompt.rows[:, 0].tolist(), *(row[0] for row in request.outputs)]
+
     def _choose(self, chunk: Chunk) -> int:
         request = chunk.request
         assert len(request.pages) * self._size >= chunk.stop
         return sum(self._memory[self._slot(request, i)] * (i + 1) for i in range(chunk.stop)) % VOCABULARY
+
+
+class AheadStandIn(StandIn):
+    """As a device: it alone knows the last output until the step is read, one step later."""
+
+    def __init__(self, pool: PagePool) -> None:
+        super().__init__(pool)
+        self._turns: dict[int, tuple[Request, int]] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._last: tuple[list[Chunk], list[tuple[Request, int]]] = ([], [])
+        self.repeats = 0
+
+    def launch(self, chunks: Sequence[Chunk]) -> StandInStep:
+        for chunk in chunks:
+            request = chunk.request
+            if self._turns.get(request.row) != (request, request.turn):
+                assert not request.awaits_output  # or what was chosen last would be lost
+                self._turns[request.row] = (request, request.turn)
+                known = [*request.prompt.rows[:, 0].tolist(), *(row[0] for row in request.outputs)]
+                self._tokens[request.row] = known
+        through = [chunk for chunk in chunks if chunk.yields_output]
+        self._last = (list(chunks), [(chunk.request, chunk.request.sequence) for chunk in through])
+        return self._step(chunks, through)
+
+    def repeat(self) -> StandInStep:
+        self.repeats += 1
+        chunks = [Chunk(c.request, c.start + 1, c.stop + 1) for c in self._last[0]]
+        self._last = (chunks, self._last[1])
+        return self._step(chunks, chunks)
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def _step(self, chunks: Sequence[Chunk], through: Sequence[Chunk]) -> StandInStep:
+        self.steps += 1
+        self.rows += sum(chunk.length for chunk in chunks)
+        for chunk in chunks:
+            self._write(chunk)
+        rows = [self._choose(chunk) for chunk in through]
+        for chunk, token in zip(through, rows, strict=True):
+            self._tokens[chunk.request.row].append(token)
+        return StandInStep(self._last[1], np.asarray(rows, dtype=np.int64).reshape(-1, 1))
+
+    def _known(self, request: Request) -> list[int]:
+        return self._tokens[request.row]
+
+
+class StandInStep:
+    def __init__(self, owners: Sequence[tuple[Request, int]], rows: npt.NDArray[np.int64]) -> None:
+        self.owners = owners
+        self._rows = rows
+
+    def rows(self) -> npt.NDArray[np.int64]:
+        return self._rows
+
+    def read(self) -> list[tuple[Request, list[int]]]:
+        pairs = zip(self.owners, self._rows.tolist(), strict=True)
+        return [(request, row) for (request, sequence), row in pairs if request.sequence == sequence]
 
 
 def solo(prompt: Sequence[int], max_new_tokens: int) -> list[int]:
@@ -79,8 +142,9 @@ class Bench:
     """An engine on a stand-in, and what came out of it."""
 
     def __init__(self, pages: int, page_size: int, **limits: Any) -> None:
+        """With ``rows_ahead`` the runner is one that launches a step before the last is read."""
         self.pool = PagePool(pages, page_size)
-        self.runner = StandIn(self.pool)
+        self.runner = AheadStandIn(self.pool) if limits.get("rows_ahead") else StandIn(self.pool)
         task = TokenTask(InputSpec(vocab_sizes=(VOCABULARY,), hidden_size=1), eos_ids=[STOP])
         self.engine = AutoregressiveEngine(task, self.runner, self.pool, Limits(**limits))
         self.results: dict[str, list[int]] = {}
@@ -134,6 +198,7 @@ EVENTS = st.lists(
     chunk=st.integers(1, 30),
     fixed=st.booleans(),
     reuse=st.booleans(),
+    ahead=st.sampled_from([0, 1, 5, 32]),
 )
 def test_nothing_is_lost_or_leaked_and_every_output_equals_its_solo_run(
     events: list[tuple[str, Any, int]],
@@ -143,6 +208,7 @@ def test_nothing_is_lost_or_leaked_and_every_output_equals_its_solo_run(
     chunk: int,
     fixed: bool,
     reuse: bool,
+    ahead: int,
 ) -> None:
     bench = Bench(
         -(-31 // page_size) + extra_pages,
@@ -151,6 +217,7 @@ def test_nothing_is_lost_or_leaked_and_every_output_equals_its_solo_run(
         prefill_tokens=chunk,
         fixed_chunks=fixed,
         reuse_prefixes=reuse,
+        rows_ahead=ahead,
     )
     expected: dict[str, list[int]] = {}
     aborted: set[str] = set()
@@ -174,9 +241,10 @@ def test_nothing_is_lost_or_leaked_and_every_output_equals_its_solo_run(
     bench.assert_empty()
 
 
-def test_ten_thousand_requests_with_aborts_at_a_pool_of_three() -> None:
+@pytest.mark.parametrize("ahead", [0, 8])
+def test_ten_thousand_requests_with_aborts_at_a_pool_of_three(ahead: int) -> None:
     rng = random.Random(4)
-    bench = Bench(pages=3 * 20, page_size=2, max_running_requests=16, prefill_tokens=24)
+    bench = Bench(pages=3 * 20, page_size=2, max_running_requests=16, prefill_tokens=24, rows_ahead=ahead)
     waiting: dict[str, list[int]] = {}
     aborted: list[str] = []
     added = finished = 0
@@ -377,3 +445,13 @@ def test_limits_must_let_something_run() -> None:
         Limits(prefill_tokens=0)
     with pytest.raises(StartupError):
         Limits(max_running_requests=0)
+
+
+def test_steps_that_change_nothing_are_repeated_without_a_look_at_the_pool() -> None:
+    bench = Bench(pages=40, page_size=2, rows_ahead=8)
+    expected = solo([3, 1, 4], 12)
+    bench.add("a", [3, 1, 4], 12)
+    bench.finish()
+    assert bench.results["a"] == expected
+    assert isinstance(bench.runner, AheadStandIn)
+    assert bench.runner.repeats >= len(expected) - 4

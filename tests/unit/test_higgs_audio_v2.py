@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgl_omni.engine.attention import AttentionSpan, TorchAttention
 from sgl_omni.engine.delay import forced_ids
+from sgl_omni.engine.device_rows import DeviceRows
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.kv_cache import KVCache
+from sgl_omni.engine.row_state import RowState
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.higgs_audio_v2.model import HiggsModel
 from sgl_omni.models.higgs_audio_v2.task import HiggsTask
@@ -124,9 +127,12 @@ def generate(reference: Any, length: int, kind: str) -> Case:
     return Case(ids, audio, rows[0 if audio is None else len(audio) :].tolist())
 
 
-def engine_for(model: HiggsModel, **settings: Any) -> AutoregressiveEngine:
+def engine_for(model: HiggsModel, device_rows: bool = False, **settings: Any) -> AutoregressiveEngine:
     options = EngineSettings(**{"max_total_tokens": 2048, "page_size": 1, **settings})
-    return AutoregressiveEngine.build(model, HiggsTask(model.spec), options)
+    return AutoregressiveEngine.build(model, HiggsTask(model.spec), options, device_rows=device_rows)
+
+
+BOTH_RUNNERS = pytest.mark.parametrize("device_rows", [False, True], ids=["at-once", "ahead"])
 
 
 def test_the_cases_end_by_an_end_id_and_by_the_limit(higgs: Higgs) -> None:
@@ -136,10 +142,11 @@ def test_the_cases_end_by_an_end_id_and_by_the_limit(higgs: Higgs) -> None:
     assert len({str(case.rows) for case in higgs.cases.values()}) == len(higgs.cases)
 
 
+@BOTH_RUNNERS
 @pytest.mark.parametrize("pool", [2048, 100, 68])
 @pytest.mark.parametrize("chunk", [5, 2048])
-def test_greedy_frames_equal_generate(higgs: Higgs, churn: Any, pool: int, chunk: int) -> None:
-    engine = engine_for(higgs.model, max_total_tokens=pool, chunked_prefill_tokens=chunk)
+def test_greedy_frames_equal_generate(higgs: Higgs, churn: Any, pool: int, chunk: int, device_rows: bool) -> None:
+    engine = engine_for(higgs.model, device_rows, max_total_tokens=pool, chunked_prefill_tokens=chunk)
     seen = churn(engine, {name: case.payload for name, case in higgs.cases.items()}, f"{pool} {chunk}")
     assert (engine.stats()["retractions"] > 0) == (pool < 2048)
     for name, case in higgs.cases.items():
@@ -150,7 +157,8 @@ def test_greedy_frames_equal_generate(higgs: Higgs, churn: Any, pool: int, chunk
         assert seen[name].result["finish_reason"] == ("stop" if ended else "length")
 
 
-def test_rows_equal_generate(higgs: Higgs) -> None:
+@BOTH_RUNNERS
+def test_rows_equal_generate(higgs: Higgs, device_rows: bool) -> None:
     """The rows themselves, begin and end ids included."""
     taken: dict[str, list[list[int]]] = {}
 
@@ -160,7 +168,7 @@ def test_rows_equal_generate(higgs: Higgs) -> None:
             return super().take(request, row)
 
     options = EngineSettings(max_total_tokens=2048)
-    engine = AutoregressiveEngine.build(higgs.model, Recording(higgs.model.spec), options)
+    engine = AutoregressiveEngine.build(higgs.model, Recording(higgs.model.spec), options, device_rows=device_rows)
     for name, case in higgs.cases.items():
         engine.add(name, case.payload)
     while engine.has_work:
@@ -227,3 +235,32 @@ def test_prompts_that_make_no_sense_are_refused(higgs: Higgs, case: str) -> None
     payload, message = REFUSED[case]
     with pytest.raises(InvalidRequest, match=message):
         engine_for(higgs.model).add("bad", payload)
+
+
+def test_sampled_frames_are_the_same_in_device_rows(higgs: Higgs, churn: Any) -> None:
+    options = {"temperature": 0.8, "top_k": 9}
+    payloads = {
+        f"{name} {seed}": {**case.payload, **options, "seed": seed}
+        for name, case in higgs.cases.items()
+        for seed in (1, 2)
+    }
+    frames = [
+        {
+            name: one.joined("codes").tolist() if one.chunks else []
+            for name, one in churn(engine_for(higgs.model, rows, max_total_tokens=150), payloads, "").items()
+        }
+        for rows in (False, True)
+    ]
+    assert frames[0] == frames[1]
+    assert any(frames[0][f"{name} 1"] != frames[0][f"{name} 2"] for name in higgs.cases)
+
+
+def test_what_finishes_a_row_decides_nothing_on_the_host(higgs: Higgs) -> None:
+    """Tensors without data go through it: a look at any value would raise."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rows = DeviceRows(6, higgs.model.columns, 2, 0, "cpu")
+        state = RowState(rows, torch.empty(5, dtype=torch.int64), torch.empty(3, dtype=torch.int64))
+        chosen = state.choose(torch.empty(3, BOOKS, CODES + 2))
+        whole, ends = higgs.model.finish_rows(chosen, torch.empty(3, 32), state)
+    assert whole.shape == (3, 1 + BOOKS)
+    assert ends.shape == (3,)

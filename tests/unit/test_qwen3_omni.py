@@ -11,10 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgl_omni.engine.attention import AttentionSpan, TorchAttention
+from sgl_omni.engine.device_rows import DeviceRows, Field
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import CausalModel
 from sgl_omni.engine.repetition import penalise
+from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.task import InputSpec, TokenTask
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.qwen3_omni.talker import TalkerModel
@@ -174,22 +176,26 @@ def config() -> Any:
     )
 
 
-def thinker_engine(omni: Omni, **settings: Any) -> AutoregressiveEngine:
+BOTH_RUNNERS = pytest.mark.parametrize("device_rows", [False, True], ids=["at-once", "ahead"])
+
+
+def thinker_engine(omni: Omni, device_rows: bool = False, **settings: Any) -> AutoregressiveEngine:
     inputs = InputSpec(vocab_sizes=(VOCABULARY,), hidden_size=THINKER_WIDTH, axes=3)
     task = TokenTask(inputs, eos_ids=[EOS], kept_layers=omni.thinker.kept_layers)
     options = EngineSettings(**{"max_total_tokens": 1024, "page_size": 1, **settings})
-    return AutoregressiveEngine.build(omni.thinker, task, options)
+    return AutoregressiveEngine.build(omni.thinker, task, options, device_rows=device_rows)
 
 
-def talker_engine(omni: Omni, **settings: Any) -> AutoregressiveEngine:
+def talker_engine(omni: Omni, device_rows: bool = False, **settings: Any) -> AutoregressiveEngine:
     task = TalkerTask(omni.talker.spec, omni.talker.marks()[2])
     options = EngineSettings(**{"max_total_tokens": 1024, "page_size": 1, **settings})
-    return AutoregressiveEngine.build(omni.talker, task, options)
+    return AutoregressiveEngine.build(omni.talker, task, options, device_rows=device_rows)
 
 
+@BOTH_RUNNERS
 @pytest.mark.parametrize("pool", [1024, 56])
 @pytest.mark.parametrize("chunk", [9, 2048])
-def test_the_thinker_says_what_generate_says(omni: Omni, churn: Any, pool: int, chunk: int) -> None:
+def test_the_thinker_says_what_generate_says(omni: Omni, churn: Any, pool: int, chunk: int, device_rows: bool) -> None:
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(30, 180, (n,), generator=generator).tolist() for n in (6, 25, 14, 40, 11, 18)]
     expected = [
@@ -198,15 +204,18 @@ def test_the_thinker_says_what_generate_says(omni: Omni, churn: Any, pool: int, 
         )[0, len(prompt) :].tolist()
         for prompt in prompts
     ]
-    engine = thinker_engine(omni, max_total_tokens=pool, chunked_prefill_tokens=chunk)
+    engine = thinker_engine(omni, device_rows, max_total_tokens=pool, chunked_prefill_tokens=chunk)
     payloads = {str(i): {"prompt_ids": p, "max_new_tokens": FRAMES} for i, p in enumerate(prompts)}
     seen = churn(engine, payloads, f"{pool} {chunk}")
     assert (engine.stats()["retractions"] > 0) == (pool < 1024)
     assert [seen[str(i)].result["token_ids"] for i in range(len(prompts))] == expected
 
 
+@BOTH_RUNNERS
 @pytest.mark.parametrize("pool", [1024, 60])
-def test_the_thinker_goes_on_from_embeddings_at_positions_of_three_axes(omni: Omni, churn: Any, pool: int) -> None:
+def test_the_thinker_goes_on_from_embeddings_at_positions_of_three_axes(
+    omni: Omni, churn: Any, pool: int, device_rows: bool
+) -> None:
     generator = torch.Generator().manual_seed(6)
     payloads, expected = {}, {}
     for n in (7, 19, 33):
@@ -214,7 +223,7 @@ def test_the_thinker_goes_on_from_embeddings_at_positions_of_three_axes(omni: Om
         positions = torch.stack([torch.arange(n), torch.arange(n) // 3, torch.arange(n) % 4 + n // 2])
         payloads[str(n)] = {"prompt_embeddings": embeddings, "positions": positions, "max_new_tokens": FRAMES}
         expected[str(n)] = by_hand(omni.reference.thinker, embeddings, positions)
-    engine = thinker_engine(omni, max_total_tokens=pool, chunked_prefill_tokens=8)
+    engine = thinker_engine(omni, device_rows, max_total_tokens=pool, chunked_prefill_tokens=8)
     seen = churn(engine, payloads, str(pool))
     assert {name: one.result["token_ids"] for name, one in seen.items()} == expected
     assert (engine.stats()["retractions"] > 0) == (pool < 1024)
@@ -277,12 +286,13 @@ def payload_of(speech: Speech) -> dict[str, Any]:
     return {"prompt_embeddings": speech.prompt, "max_frames": FRAMES, "repetition_penalty": speech.penalty}
 
 
+@BOTH_RUNNERS
 @pytest.mark.parametrize("pool", [1024, 55, 45])
 @pytest.mark.parametrize("chunk", [6, 2048])
 def test_the_talker_speaks_what_generate_speaks(
-    omni: Omni, speeches: list[Speech], churn: Any, pool: int, chunk: int
+    omni: Omni, speeches: list[Speech], churn: Any, pool: int, chunk: int, device_rows: bool
 ) -> None:
-    engine = talker_engine(omni, max_total_tokens=pool, chunked_prefill_tokens=chunk)
+    engine = talker_engine(omni, device_rows, max_total_tokens=pool, chunked_prefill_tokens=chunk)
     payloads = {str(i): {**payload_of(s), "added_embeddings": s.text} for i, s in enumerate(speeches)}
     seen = churn(engine, payloads, f"{pool} {chunk}")
     assert (engine.stats()["retractions"] > 0) == (pool < 1024)
@@ -291,13 +301,14 @@ def test_the_talker_speaks_what_generate_speaks(
     assert len({str(speech.codes) for speech in speeches}) == len(speeches)
 
 
+@BOTH_RUNNERS
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("pool", [1024, 45])
 def test_the_talker_speaks_the_same_when_its_text_comes_piece_by_piece(
-    omni: Omni, speeches: list[Speech], pool: int, seed: int
+    omni: Omni, speeches: list[Speech], pool: int, seed: int, device_rows: bool
 ) -> None:
     rng = random.Random(f"{pool} {seed}")
-    engine = talker_engine(omni, max_total_tokens=pool)
+    engine = talker_engine(omni, device_rows, max_total_tokens=pool)
     pieces = [[s.text[i : i + 3] for i in range(0, len(s.text), 3)] for s in speeches]
     waiting, codes = list(range(len(speeches))), {i: [] for i in range(len(speeches))}
     open_ones: list[int] = []
@@ -367,19 +378,42 @@ def test_the_code_predictor_decides_nothing_on_the_host(omni: Omni) -> None:
     assert logits.shape == (7, TALKER_VOCABULARY)
 
 
-def test_sampled_codes_depend_on_the_seed_alone(omni: Omni, speeches: list[Speech], churn: Any) -> None:
+def test_the_talkers_rules_in_device_rows_decide_nothing_on_the_host(omni: Omni) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        like = torch.empty(1, TALKER_WIDTH)
+        rows = DeviceRows(6, GROUPS, 2, 0, "cpu", seen_vocabulary=TALKER_VOCABULARY, added_places=8, inputs_like=like)
+        at = torch.empty(5, dtype=torch.int64)
+        state = RowState(rows, at, torch.empty(3, dtype=torch.int64))
+        logits = omni.talker.rule_rows(torch.empty(3, 1, TALKER_VOCABULARY), state)
+        whole, _ = omni.talker.finish_rows(state.choose(logits), torch.empty(3, TALKER_WIDTH), state)
+        assert rows.seen is not None
+        assert rows.added is not None
+        rows.seen.note(at[:3], whole[:, 0])
+        added = rows.added.add(torch.empty(5, TALKER_WIDTH), at, at, rows.fields, Field.STEP)
+    assert whole.shape == (3, GROUPS)
+    assert added.shape == (5, TALKER_WIDTH)
+
+
+@BOTH_RUNNERS
+def test_sampled_codes_depend_on_the_seed_alone(
+    omni: Omni, speeches: list[Speech], churn: Any, device_rows: bool
+) -> None:
     options = {"temperature": 0.9, "top_k": 20}
     payloads = {
         f"{i} {seed}": {**payload_of(s), **options, "added_embeddings": s.text, "seed": seed}
         for i, s in enumerate(speeches)
         for seed in (1, 2)
     }
-    alone = {n: churn(talker_engine(omni), {n: p}, "").pop(n).joined("codes").tolist() for n, p in payloads.items()}
-    engine = talker_engine(omni, max_total_tokens=90)
+    alone = {
+        n: churn(talker_engine(omni, device_rows), {n: p}, "").pop(n).joined("codes").tolist()
+        for n, p in payloads.items()
+    }
+    engine = talker_engine(omni, device_rows, max_total_tokens=90)
     together = {name: one.joined("codes").tolist() for name, one in churn(engine, payloads, "").items()}
     assert together == alone
     assert engine.stats()["retractions"] > 0
     assert all(alone[f"{i} 1"] != alone[f"{i} 2"] for i in range(len(speeches)))
+    assert alone["3 2"] == churn(talker_engine(omni), {"a": payloads["3 2"]}, "")["a"].joined("codes").tolist()
     columns = torch.tensor(alone["0 1"])[:, 1:]
     assert any(len(set(column)) > 3 for column in columns.T.tolist())
 
@@ -398,9 +432,10 @@ CONVERSATIONS: dict[str, list[int]] = {
 }
 
 
+@BOTH_RUNNERS
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 def test_thinker_and_talker_together_say_what_the_whole_model_says(
-    omni: Omni, monkeypatch: pytest.MonkeyPatch, kind: str
+    omni: Omni, monkeypatch: pytest.MonkeyPatch, kind: str, device_rows: bool
 ) -> None:
     ids, spoken_codes = CONVERSATIONS[kind], []
 
@@ -431,7 +466,7 @@ def test_thinker_and_talker_together_say_what_the_whole_model_says(
             ).hidden_states[0][0]
         prompt = {"prompt_embeddings": whole}
 
-    thinker, talker = thinker_engine(omni), talker_engine(omni)
+    thinker, talker = thinker_engine(omni, device_rows), talker_engine(omni, device_rows)
     feed = TalkerFeed(omni.talker, ids, "chelsie")
     layers = [0, omni.talker.spec.accept_layer]
     thinker.add("a", {**prompt, "max_new_tokens": 9, "hidden_states": layers})

@@ -66,6 +66,12 @@ def test_arrays_keep_dtype_shape_and_values(array: np.ndarray) -> None:
     assert back["a"].flags.writeable
 
 
+def test_numpy_scalars_are_plain_values_and_a_long_double_is_refused() -> None:
+    assert round_trip({"a": np.float32(1.5), "b": np.int8(-3), "c": np.bool_(True)}) == {"a": 1.5, "b": -3, "c": True}
+    with pytest.raises(PayloadError, match=r"payload key 'a' holds a numpy\.longdouble"):
+        round_trip({"a": np.longdouble(1)})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8])
 @pytest.mark.parametrize("shape", [(3, 5), (), (0, 4)])
 def test_tensors_keep_dtype_shape_and_values(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -70,6 +70,8 @@ async def test_health(http, backend, status, code):
     response = await http.get("/health")
     assert response.status_code == code
     assert response.json() == backend.health()
+    head = await http.head("/health")
+    assert (head.status_code, head.content) == (code, b"")
 
 
 async def test_metrics_read_the_pipeline_when_scraped(http):

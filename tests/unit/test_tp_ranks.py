@@ -26,7 +26,7 @@ from sgl_omni.errors import InvalidRequest, PayloadError, StartupError
 from sgl_omni.runtime import tp
 from sgl_omni.runtime.instance import GroupSockets
 from sgl_omni.runtime.tp import Add, Drop, Extend, FinishInput, GroupBroken, Ranks, Step
-from sgl_omni.runtime.tp_engine import LeadingEngine, RankEngine, summary
+from sgl_omni.runtime.tp_engine import LeadingEngine, LeadingFedEngine, RankEngine, lead, summary
 
 
 @pytest.fixture
@@ -128,7 +128,8 @@ class Echo:
 
 def test_a_follower_that_does_what_it_is_told_comes_to_the_same(ranks: list[Ranks]) -> None:
     leader, other, _ = ranks
-    engine = LeadingEngine(Echo(), leader, "s")
+    engine = lead(Echo(), leader, "s")
+    assert type(engine) is LeadingEngine, "an engine that takes no input later does not pretend to"
     engine.add("a", {})
     engine.add("b", {"seed": 3})
     engine.add("c", {"seed": None})
@@ -153,6 +154,31 @@ def test_a_follower_that_does_what_it_is_told_comes_to_the_same(ranks: list[Rank
             copy.obey(command)
     assert [ours == theirs for ours, theirs in digests] == [True, True]
     assert digests[0] != digests[1]
+
+
+def test_input_that_arrives_later_reaches_every_rank(tmp_path: Path, ranks: list[Ranks]) -> None:
+    leader, other, _ = ranks
+
+    def build() -> AutoregressiveEngine:
+        model = CausalModel.load(saved(tmp_path, "Qwen3ForCausalLM"))
+        task = TokenTask(InputSpec(vocab_sizes=(97,), hidden_size=32))
+        return AutoregressiveEngine.build(model, task, EngineSettings(max_total_tokens=64, page_size=4))
+
+    engine, copy = lead(build(), leader, "s"), RankEngine(build())
+    assert isinstance(engine, LeadingFedEngine)
+    engine.add("a", {"prompt_ids": [1, 2], "max_new_tokens": 3, "prompt_open": True, "input_open": True})
+    assert not engine.has_work
+    engine.extend("a", {"prompt_ids": [3], "prompt_open": False, "added_embeddings": np.ones((2, 32), np.float32)})
+    engine.finish_input("a")
+    results = [output.result for _ in range(3) for output in engine.step() if output.result is not None]
+    found = []
+    for _ in range(6):
+        command = other.next_command()
+        if isinstance(command, Step):
+            assert command.digest == copy.digest
+        found += [output.result for output in copy.obey(command) if output.result is not None]
+    assert found == results
+    assert len(found[0]["token_ids"]) == 3
 
 
 def test_a_step_that_fails_in_one_rank_breaks_the_group() -> None:

@@ -16,6 +16,7 @@ from sgl_omni.engine.attention import AttentionSpan, TorchAttention
 from sgl_omni.engine.cross_attention import SourceAttend, SourcePool, SourceShape, attend_places
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.kv_cache import KVCache, KVShape
+from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.request import Chunk, Prompt, Request
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.whisper.decoder import WhisperDecoder, WhisperSpec
@@ -95,10 +96,15 @@ def generate(reference: Any, prompt: list[int], states: torch.Tensor) -> list[in
     return ids
 
 
-def engine_for(decoder: WhisperDecoder, **settings: Any) -> AutoregressiveEngine:
+def engine_for(decoder: WhisperDecoder, device_rows: bool = False, **settings: Any) -> AutoregressiveEngine:
     options = EngineSettings(**{"max_total_tokens": 400, "page_size": 1, **settings})
     task = WhisperTask(decoder.spec)
-    return AutoregressiveEngine.build(decoder, task, options, max_positions=decoder.spec.max_positions)
+    return AutoregressiveEngine.build(
+        decoder, task, options, max_positions=decoder.spec.max_positions, device_rows=device_rows
+    )
+
+
+BOTH_RUNNERS = pytest.mark.parametrize("device_rows", [False, True], ids=["at-once", "ahead"])
 
 
 def test_the_cases_differ_and_are_ruled_by_what_is_suppressed(whisper: Whisper) -> None:
@@ -114,12 +120,15 @@ def test_the_cases_differ_and_are_ruled_by_what_is_suppressed(whisper: Whisper) 
     assert {name: result["token_ids"] for name, result in results.items()} != whisper.expected
 
 
+@BOTH_RUNNERS
 @pytest.mark.parametrize("pool", [400, 60, 36])
 @pytest.mark.parametrize("chunk", [3, 2048])
 @pytest.mark.parametrize("running", [3, 64])
-def test_greedy_tokens_equal_generate(whisper: Whisper, churn: Any, running: int, chunk: int, pool: int) -> None:
+def test_greedy_tokens_equal_generate(
+    whisper: Whisper, churn: Any, running: int, chunk: int, pool: int, device_rows: bool
+) -> None:
     engine = engine_for(
-        whisper.decoder, max_total_tokens=pool, chunked_prefill_tokens=chunk, max_running_requests=running
+        whisper.decoder, device_rows, max_total_tokens=pool, chunked_prefill_tokens=chunk, max_running_requests=running
     )
     seen = churn(engine, whisper.payloads, f"{pool} {chunk} {running}")
     assert {name: one.result["token_ids"] for name, one in seen.items()} == whisper.expected
@@ -127,7 +136,8 @@ def test_greedy_tokens_equal_generate(whisper: Whisper, churn: Any, running: int
     assert engine.stats()["retractions"] > 0 or pool > 36
 
 
-def test_a_place_is_kept_through_retractions_and_written_once(whisper: Whisper) -> None:
+@BOTH_RUNNERS
+def test_a_place_is_kept_through_retractions_and_written_once(whisper: Whisper, device_rows: bool) -> None:
     written: list[int] = []
 
     class Recording(WhisperDecoder):
@@ -135,7 +145,7 @@ def test_a_place_is_kept_through_retractions_and_written_once(whisper: Whisper) 
             written.append(len(source))
             return super().source_kv(source)
 
-    engine = engine_for(Recording.load(whisper.folder), max_total_tokens=40, max_running_requests=4)
+    engine = engine_for(Recording.load(whisper.folder), device_rows, max_total_tokens=40, max_running_requests=4)
     for name, payload in whisper.payloads.items():
         engine.add(name, payload)
     assert engine.stats()["source_places_used"] == 0
@@ -158,13 +168,14 @@ def test_the_same_prompt_over_other_audio_is_computed_anew(whisper: Whisper, chu
     assert engine.stats()["reused_tokens"] == 0
 
 
-def test_shorter_sources_stand_beside_whole_ones(whisper: Whisper, churn: Any) -> None:
+@BOTH_RUNNERS
+def test_shorter_sources_stand_beside_whole_ones(whisper: Whisper, churn: Any, device_rows: bool) -> None:
     payloads = {
         f"{name} {frames}": {**payload, "encoder_states": payload["encoder_states"][:frames]}
         for name, payload in whisper.payloads.items()
         for frames in (1, 17, FRAMES)
     }
-    seen = churn(engine_for(whisper.decoder, max_total_tokens=80), payloads, "")
+    seen = churn(engine_for(whisper.decoder, device_rows, max_total_tokens=80), payloads, "")
     for name, payload in payloads.items():
         expected = generate(whisper.reference, payload["prompt_ids"], payload["encoder_states"])
         assert seen[name].result["token_ids"] == expected
@@ -241,7 +252,12 @@ def test_another_model_is_refused(whisper: Whisper) -> None:
         WhisperSpec.parse({**config, "model_type": "llama"}, {})
     with pytest.raises(StartupError, match="activation 'relu' is not supported"):
         WhisperSpec.parse({**config, "activation_function": "relu"}, {})
-    with pytest.raises(StartupError, match="WhisperDecoder asks the host; build it with device_rows=False"):
-        AutoregressiveEngine.build(
-            whisper.decoder, WhisperTask(whisper.decoder.spec), EngineSettings(max_total_tokens=64), device_rows=True
-        )
+
+
+def test_rules_without_a_counterpart_for_device_rows_are_refused_there(whisper: Whisper) -> None:
+    class Ruled(WhisperDecoder):
+        rule_rows = StepModel.rule_rows
+
+    with pytest.raises(StartupError, match="rules of Ruled look at requests; give it rule_rows"):
+        engine_for(Ruled.load(whisper.folder), device_rows=True)
+    assert not whisper.decoder.asks_host

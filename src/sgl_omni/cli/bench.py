@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sgl_omni.cli.numbers import SECONDS, SECONDS_OR_NONE
 from sgl_omni.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from sgl_omni.bench.measure import Load
     from sgl_omni.bench.workload import Workload
-
-SECONDS = click.FloatRange(0, 1e6, min_open=True)
 
 
 @click.group()
@@ -37,7 +36,7 @@ def app() -> None:
 @click.option("--rate", type=SECONDS, help="Open loop instead: requests/s for each replica, Poisson arrivals.")
 @click.option("--burst", type=click.IntRange(min=1), default=1, show_default=True, help="With --rate: arrive at once.")
 @click.option("--seconds", type=SECONDS, default=15.0, show_default=True, help="Measured, for each level.")
-@click.option("--warmup", type=click.FloatRange(0, 1e6), default=3.0, show_default=True, help="Seconds not measured.")
+@click.option("--warmup", type=SECONDS_OR_NONE, default=3.0, show_default=True, help="Seconds not measured.")
 @click.option("--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds that a request may take.")
 @click.option("--texts", default="english", show_default=True, help="A set that ships, or a file with a text a line.")
 @click.option(

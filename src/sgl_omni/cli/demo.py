@@ -30,6 +30,8 @@ def command(out: Path, text: str, voice: str | None, port: int, once: bool) -> N
 
     Prints the layout, the time to first audio and the real-time factor (time to speak / length of the speech).
     """
+    if not out.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {out.absolute().parent}", param_hint="--out")
     port = port or free_port()
     server = subprocess.Popen(
         [sys.executable, "-m", "sgl_omni.cli.main", "serve", "--model-path", "demo-voice", "--port", str(port)],

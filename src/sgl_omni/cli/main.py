@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": ("sgl_omni.cli.serve:command", "Start a pipeline and its HTTP server."),
     "config": ("sgl_omni.cli.config:app", "Check, explain and draw a configuration; starts nothing."),
     "audit": ("sgl_omni.cli.audit:command", "Tell whether replicas of a model may share its weights."),
+    "dp": ("sgl_omni.cli.dp:app", "Start, check and end several whole servers on one GPU."),
     "mps": ("sgl_omni.cli.mps:app", "See what runs on CUDA MPS, and clean up after servers that died."),
     "router": ("sgl_omni.cli.router:command", "Relay requests to several servers behind one address."),
     "bench": ("sgl_omni.cli.bench:app", "Measure servers under load; compare configurations."),
@@ -62,7 +63,7 @@ def main() -> None:
         cli()
     except OmniError as error:
         click.echo(f"error: {error}", err=True)
-        sys.exit(2 if error.code == "plan" else 1)
+        sys.exit(2 if error.code in ("plan", "launch_refused") else 1)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sgl_omni.cli.numbers import SECONDS, SECONDS_OR_NONE
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.router.policy import POLICIES
 
 if TYPE_CHECKING:
     from sgl_omni.router.workers import Address
 
-SECONDS = click.FloatRange(0, 1e6, min_open=True)
 COUNT = click.IntRange(min=1)
 
 
@@ -89,7 +89,7 @@ COUNT = click.IntRange(min=1)
 )
 @click.option(
     "--drain-timeout",
-    type=click.FloatRange(0, 1e6),
+    type=SECONDS_OR_NONE,
     default=30.0,
     show_default=True,
     help="Seconds that requests get to end at shutdown.",

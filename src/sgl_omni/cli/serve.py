@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sgl_omni.cli.config import once
+from sgl_omni.cli.numbers import SECONDS, SECONDS_OR_NONE
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.topology.plan import Plan
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("sgl_omni.serve")
 
 PORT = click.IntRange(0, 65535)
-SECONDS = click.FloatRange(0, 1e6, min_open=True)
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -78,7 +78,7 @@ SECONDS = click.FloatRange(0, 1e6, min_open=True)
 )
 @click.option(
     "--drain-timeout",
-    type=click.FloatRange(0, 1e6),
+    type=SECONDS_OR_NONE,
     default=30.0,
     show_default=True,
     help="Seconds that requests get to end at shutdown.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,9 @@ from torch import Tensor
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.request import Chunk, Request
+
+if TYPE_CHECKING:
+    from sgl_omni.engine.model import StepModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class SourcePool:
         self._places = torch.zeros(size, dtype=kv.dtype, device=device)
         self.lengths = torch.zeros(places, dtype=torch.int64, device=device)
         """Frames of each place."""
+        self.tables = torch.arange(places, dtype=torch.int32, device=device)[:, None]
+        """Each place as the one page of a sequence, int32 [places, 1]."""
         self._free = list(reversed(range(places)))
 
     @property
@@ -51,6 +57,11 @@ class SourcePool:
         keys, values = self._places[index]
         return keys, values
 
+    def admit(self, request: Request, model: StepModel) -> None:
+        """Gives a request that runs for the first time its place."""
+        if request.place < 0 and request.source is not None:
+            self.enter(request, model.source_kv(request.source))
+
     def enter(self, request: Request, kv: Tensor) -> None:
         """Writes a request's keys and values [layers, 2, frames, kv_heads, head_dim] into a place of its own."""
         assert request.place < 0, f"request {request.id} has a place already"
@@ -64,6 +75,15 @@ class SourcePool:
         if request.place >= 0:
             self._free.append(request.place)
             request.place = -1
+
+
+@runtime_checkable
+class CrossAttend(Attend, Protocol):
+    """An ``Attend`` that can also look at an encoder's output."""
+
+    def cross(self, layer: int, q: Tensor) -> Tensor:
+        """q [rows, heads, head_dim] -> as q: each row's attention over all frames of its own request."""
+        ...
 
 
 class SourceAttend:
@@ -89,6 +109,33 @@ class SourceAttend:
             result = F.scaled_dot_product_attention(query.transpose(0, 1)[None], k, v, enable_gqa=grouped)
             attended.append(result[0].transpose(0, 1))
         return torch.cat([*attended, torch.zeros_like(q[rows:])])
+
+
+class RowSourceAttend:
+    """The same in device rows: each row's place lies in a tensor."""
+
+    def __init__(self, pool: SourcePool, attend: Attend, places: Tensor) -> None:
+        """``places`` int64 [n]."""
+        self._pool = pool
+        self._attend = attend
+        self._places = places
+        self._last_frames = (pool.lengths[places] - 1).clamp(min=0)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+        return self._attend(layer, q, k, v, window=window)
+
+    def cross(self, layer: int, q: Tensor) -> Tensor:
+        keys, values = self._pool.layer(layer)
+        if not q.is_cuda:
+            return attend_places(q, keys, values, self._places, self._pool.lengths)
+        from sgl_omni.engine.kernels import attention
+
+        # A place is as good as a sequence of one page.
+        out, splits = torch.empty_like(q), attention.splits_for(q.shape[0], keys.shape[2], q.device)
+        attention.decode_attention(
+            q.contiguous(), keys, values, self._pool.tables, self._places, self._last_frames, None, splits, out
+        )
+        return out
 
 
 def attend_places(q: Tensor, keys: Tensor, values: Tensor, places: Tensor, lengths: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sgl_omni.engine.request import Request
+from sgl_omni.engine.row_memory import AddedRows, SeenRows, to_device
 from sgl_omni.engine.sampler import seed_key
 
 
@@ -25,22 +26,39 @@ class Field(IntEnum):
     DRAWN = 3
     """Outputs of the sequences before."""
     END = 4
-    """Frames of the audio, -1 while unknown."""
+    """Frames of the audio, -1 while unknown; or what ``StepModel.finish_rows`` says."""
     LIMIT = 5
     """Frames at which it is cut."""
     TEMPERATURE = 6
     TOP_K = 7
     TOP_P = 8
     SEED = 9
+    PENALTY = 10
+    """Of repetition."""
+    PLACE = 11
+    """Of the encoder's output in the ``SourcePool``, where there is one."""
 
 
 class DeviceRows:
     """Row ``request.row`` is a running request's. One more, the last, is for padding: its pages are scratch."""
 
     def __init__(
-        self, rows: int, columns: int, pages_per_row: int, scratch_page: int, device: torch.device | str
+        self,
+        rows: int,
+        columns: int,
+        pages_per_row: int,
+        scratch_page: int,
+        device: torch.device | str,
+        *,
+        seen_vocabulary: int = 0,
+        added_places: int = 0,
+        inputs_like: Tensor | None = None,
     ) -> None:
+        """``seen_vocabulary``: ids of column 0 that are remembered. ``added_places``: arriving rows that are kept ready
+        for each request, of the kind of ``inputs_like`` [1, hidden]."""
         self.padding = rows
+        self.seen = SeenRows(rows + 1, seen_vocabulary, device) if seen_vocabulary else None
+        self.added = None if inputs_like is None else AddedRows(rows + 1, added_places, inputs_like)
         self.fields = torch.zeros(rows + 1, len(Field) + columns, dtype=torch.int32, device=device)
         """[rows + 1, fields, then the ids of the last output]"""
         self.tables = torch.full((rows + 1, pages_per_row), scratch_page, dtype=torch.int32, device=device)
@@ -58,6 +76,10 @@ class DeviceRows:
             self._field_updates.append((row, _state(request)))
             self._pages[row] = []
             began = True
+            if self.seen is not None:
+                self.seen.begin(request)
+        if self.added is not None:
+            self.added.follow(request, began)
         known, pages = self._pages[row], request.pages
         if known != pages:
             same = len(known) if known == pages[: len(known)] else 0
@@ -68,6 +90,9 @@ class DeviceRows:
 
     def flush(self) -> None:
         """Sends what was noted, behind the steps that were launched before."""
+        for memory in (self.seen, self.added):
+            if memory is not None:
+                memory.flush()
         if self._field_updates:
             rows, values = zip(*self._field_updates, strict=True)
             fields = np.asarray(values, dtype=np.int64).astype(np.uint32).view(np.int32)
@@ -80,12 +105,6 @@ class DeviceRows:
 
     def _to_device(self, values: object, dtype: type[np.generic] | None = None) -> Tensor:
         return to_device(np.asarray(values, dtype=dtype), self.fields.device)
-
-
-def to_device(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]], device: torch.device) -> Tensor:
-    """A copy that does not hold up the host: torch keeps the pinned memory until the copy is through."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def float_of(fields: Tensor, field: Field) -> Tensor:
@@ -103,13 +122,16 @@ def _state(request: Request) -> list[int]:
         request.drawn,
         request.frame_end,
         request.frame_limit,
-        _bits(sampling.temperature),
+        float_bits(sampling.temperature),
         min(sampling.top_k, 0x7FFFFFFF),
-        _bits(sampling.top_p),
+        float_bits(sampling.top_p),
         seed_key(sampling.seed),
+        float_bits(sampling.repetition_penalty),
+        max(0, request.place),
     ]
 
 
-def _bits(value: float) -> int:
+def float_bits(value: float) -> int:
+    """A float32 as a field holds it."""
     bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
     return bits

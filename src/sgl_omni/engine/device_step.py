@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sgl_omni.engine.attention import Attend
+from sgl_omni.engine.cross_attention import RowSourceAttend, SourcePool
 from sgl_omni.engine.delay import DelayPattern
-from sgl_omni.engine.device_rows import DeviceRows, Field, float_of
+from sgl_omni.engine.device_rows import DeviceRows, Field
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.row_attention import RowLayout, TorchRowAttention, TritonRowAttention
-from sgl_omni.engine.sampler import LARGEST_KERNEL_VOCABULARY, sample_masked, step_keys
+from sgl_omni.engine.row_state import RowState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,11 +47,23 @@ def step_size(n: int, columns: int, s: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """What prompts bring besides ids: embeddings [m, hidden] for the rows ``at`` int64 [m]; positions of all rows."""
+    """What prompts bring besides ids: embeddings [m, hidden] for the rows ``at`` int64 [m]; positions of all rows.
+
+    ``added`` [k, hidden] for the rows ``added_at`` int64 [k]: what had arrived for outputs that are run again.
+    """
 
     at: Tensor | None = None
     embeddings: Tensor | None = None
     positions: Tensor | None = None
+    added_at: Tensor | None = None
+    added: Tensor | None = None
+
+
+class StepOutput(NamedTuple):
+    """``ids`` int64 [s, columns] of the rows that yield; ``hidden``: what the model's ``forward`` made of all rows."""
+
+    ids: Tensor
+    hidden: Tensor
 
 
 def begin_rows(
@@ -64,19 +79,6 @@ def begin_rows(
     ids = torch.where((given >= 0)[:, None], given_ids, state[:, len(Field) :])
     page = tables[rows].gather(1, (positions // page_size)[:, None])[:, 0]
     return positions, positions + state[:, Field.ROPE_OFFSET], page * page_size + positions % page_size, ids
-
-
-def choose_rows(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """Ids int64 [s, columns] by each state's own options; see ``kernels.sampling.sample`` for the arguments."""
-    if logits.is_cuda and logits.shape[-1] <= LARGEST_KERNEL_VOCABULARY:
-        from sgl_omni.engine.kernels import sampling
-
-        return sampling.sample(logits, fields, rows, ends)
-    state = fields[rows[ends]]
-    seeds = state[:, Field.SEED].to(torch.int64) & 0xFFFFFFFF
-    keys = step_keys(seeds, state[:, Field.STEP].to(torch.int64) + state[:, Field.DRAWN])
-    temperature, top_p = float_of(state, Field.TEMPERATURE), float_of(state, Field.TOP_P)
-    return sample_masked(logits, temperature, state[:, Field.TOP_K], top_p, keys)
 
 
 def advance_rows(
@@ -113,8 +115,9 @@ def advance_rows(
 class DeviceStep:
     """A model, its cache and the rows that it works on."""
 
-    def __init__(self, model: StepModel, cache: KVCache, rows: DeviceRows) -> None:
+    def __init__(self, model: StepModel, cache: KVCache, rows: DeviceRows, sources: SourcePool | None = None) -> None:
         self._model = model
+        self._sources = sources
         self._cache = cache
         self._rows = rows
         self._attention = TritonRowAttention if cache.device.type == "cuda" else TorchRowAttention
@@ -122,25 +125,45 @@ class DeviceStep:
         self._delays = None if pattern is None else torch.tensor(pattern.delays, dtype=torch.int32, device=cache.device)
 
     def __call__(
-        self, inputs: StepInputs, prompts: Sequence[tuple[int, int]] = (), given: Given | None = None
-    ) -> Tensor:
-        """Runs the pass, moves the state of the rows that yield on, and returns their ids int64 [s, columns].
+        self,
+        inputs: StepInputs,
+        prompts: Sequence[tuple[int, int]] = (),
+        given: Given | None = None,
+        *,
+        outputs_only: bool = False,
+    ) -> StepOutput:
+        """Runs the pass and moves the state of the rows that yield on.
 
-        ``prompts``: see ``RowLayout``.
+        ``prompts``: see ``RowLayout``. ``outputs_only``: no row is one of a prompt.
         """
         model, fields, tables = self._model, self._rows.fields, self._rows.tables
         positions, rope, slots, ids = begin_rows(
             inputs.rows, inputs.given, inputs.ids, fields, tables, self._cache.page_size
         )
-        x = model.embed_ids(ids)
+        x = model.embed_outputs(ids) if outputs_only else model.embed_ids(ids)
+        if self._rows.added is not None:
+            x = self._rows.added.add(x, inputs.rows, inputs.given, fields, Field.STEP)
         rope = rope.expand(model.axes, -1)
         if given is not None:
             if given.at is not None and given.embeddings is not None:
                 x = x.index_copy(0, given.at, given.embeddings.to(x.dtype))
+            if given.added_at is not None and given.added is not None:
+                x = x.index_add(0, given.added_at, given.added.to(x.dtype))
             rope = rope if given.positions is None else torch.where(given.positions >= 0, given.positions, rope)
         layout = RowLayout(positions, inputs.rows, tables, slots, prompts)
-        hidden = model.forward(x, rope, self._attention(self._cache, layout))
+        attend: Attend = self._attention(self._cache, layout)
+        if self._sources is not None:
+            attend = RowSourceAttend(self._sources, attend, fields[inputs.rows, Field.PLACE].to(torch.int64))
+        hidden = model.forward(x, rope, attend)
         if inputs.ends.shape[0] == 0:
-            return inputs.ids[:0]
-        ids = choose_rows(model.logits(hidden[inputs.ends]), fields, inputs.rows, inputs.ends)
-        return advance_rows(ids, inputs, positions, fields, model.pattern, self._delays)
+            return StepOutput(inputs.ids[:0], hidden)
+        chosen_from = hidden[inputs.ends]
+        state = RowState(self._rows, inputs.rows, inputs.ends)
+        ids = state.choose(model.rule_rows(model.logits(chosen_from), state))
+        ids, own_ends = model.finish_rows(ids, chosen_from, state)
+        ids = advance_rows(ids, inputs, positions, fields, model.pattern, self._delays)
+        if own_ends is not None:
+            fields[:, Field.END].index_copy_(0, inputs.targets, own_ends.to(torch.int32))
+        if self._rows.seen is not None:
+            self._rows.seen.note(inputs.targets, ids[:, 0])
+        return StepOutput(ids, hidden)

@@ -127,11 +127,14 @@ class AutoregressiveEngine:
         if device_rows is None:
             device_rows = model.device.type == "cuda" and settings.group_rows is None and not model.asks_host
         if device_rows and model.asks_host:
-            raise StartupError(f"a step of {type(model).__name__} asks the host; build it with device_rows=False")
+            raise StartupError(
+                f"rules of {type(model).__name__} look at requests; give it rule_rows and finish_rows, or build the "
+                "engine with device_rows=False"
+            )
+        shape, places = model.source_shape, settings.max_running_requests
+        sources = None if shape is None else SourcePool(shape, places, model.device)
         if not device_rows:
             cache = KVCache(model.kv_shape, pages, settings.page_size, model.device)
-            shape, places = model.source_shape, settings.max_running_requests
-            sources = None if shape is None else SourcePool(shape, places, model.device)
             runner = ModelRunner(model, cache, group_rows=settings.group_rows, sources=sources)
             return cls(task, runner, pool, settings.limits(max_positions), sources)
         if task.pattern != model.pattern:
@@ -145,24 +148,47 @@ class AutoregressiveEngine:
             pages_per_row=pool.pages_for(longest),
             graph_batch=batch,
             graph_rows=min(_MIXED_GRAPH_ROWS, settings.chunked_prefill_tokens + batch),
+            takes_inputs=task.takes_inputs,
+            hands_hidden=task.hands_hidden,
+            sources=sources,
         )
         # A prompt that is cut into pieces which fit a graph is sooner through than one that is launched by kernels.
         largest = ahead.graphs.buckets[-1] if ahead.graphs else None
         step_rows = max(largest, settings.max_running_requests + 64) if largest else None
-        return cls(task, ahead, pool, settings.limits(max_positions, ahead=True, step_rows=step_rows))
+        return cls(task, ahead, pool, settings.limits(max_positions, ahead=True, step_rows=step_rows), sources)
 
     @property
     def runner(self) -> Runner | AheadRunner:
         return self._runner
 
     @property
+    def running(self) -> Sequence[Request]:
+        return self._scheduler.running
+
+    @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self._is_awaited
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether something will come of the step that was launched, though there may be no next one."""
+        launched = self._launched
+        return launched is not None and any(request.sequence == sequence for request, sequence in launched.owners)
 
     def add(self, request_id: str, payload: Payload) -> None:
+        if self._scheduler.find(request_id) is not None:
+            raise InvalidRequest(f"request {request_id!r} is here already")
         request = self._task.parse(request_id, payload)
-        if self._ahead is not None and (request.hidden is not None or request.inputs is not None):
-            raise InvalidRequest("hidden states and arriving input need an engine that is built with device_rows=False")
+        task = self._task
+        asks = (
+            request.hidden is not None and not task.hands_hidden,
+            request.inputs is not None and not task.takes_inputs,
+        )
+        if self._ahead is not None and any(asks):
+            raise InvalidRequest(
+                f"device rows keep neither hidden states nor arriving input unless {type(task).__name__} says "
+                "hands_hidden or takes_inputs"
+            )
         self._scheduler.add(request)
 
     def extend(self, request_id: str, payload: Payload) -> None:

@@ -64,12 +64,16 @@ class HiddenRows:
         self._known = 0
 
 
+def put_hidden(model: StepModel, wanted: HiddenRows, start: int, hidden: Tensor) -> None:
+    """Keeps rows from ``start`` on, of what ``forward`` made of them."""
+    wanted.put(start, torch.stack([model.hidden_state(hidden, layer) for layer in wanted.layers], 1))
+
+
 def collect(model: StepModel, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
     """Keeps what the requests of a step ask for; ``hidden`` is what ``forward`` made of the chunks' rows."""
     row = 0
     for chunk in chunks:
         wanted = chunk.request.hidden
         if wanted is not None:
-            rows = hidden[row : row + chunk.length]
-            wanted.put(chunk.start, torch.stack([model.hidden_state(rows, layer) for layer in wanted.layers], 1))
+            put_hidden(model, wanted, chunk.start, hidden[row : row + chunk.length])
         row += chunk.length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Payload = dict[str, Any]
 
@@ -51,8 +51,9 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
 class FedEngine(Engine, Protocol):
-    """An engine whose requests' input may arrive over time.
+    """An engine whose requests' input may arrive over time: ``add`` then has ``input_open`` true in its payload.
 
     A request that waits for input is not scheduled; where all do, ``has_work`` is false.
     """

@@ -20,8 +20,11 @@ from sgl_omni.engine.inputs import add_arrived
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding, parameter
 from sgl_omni.engine.request import Chunk, Request
+from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.shard import Shard
 from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
+
+_RULES = ("rule", "choose", "complete", "rule_rows", "finish_rows")
 
 
 class StepModel(ABC):
@@ -33,8 +36,18 @@ class StepModel(ABC):
     pattern: DelayPattern | None = None
     """Where outputs are frames of codes; on a GPU the step itself fills the pattern's ids in."""
 
-    asks_host: bool = False
-    """Whether ``rule``, ``choose`` or ``complete`` look at requests; such steps do not run in device rows."""
+    embeds_outputs_apart: bool = False
+    """Whether a step gains where all rows are known to be outputs, so that ``embed_outputs`` is called for them."""
+
+    seen_vocabulary: int = 0
+    """Ids of column 0 that device rows remember for ``rule_rows``; 0 for none."""
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether rules of the model look at requests and have no counterpart for device rows, where it cannot run."""
+        own = {name for name in _RULES if getattr(type(self), name) is not getattr(StepModel, name)}
+        pairs = (("rule", "rule_rows"), ("complete", "finish_rows"))
+        return "choose" in own or any(rule in own and counterpart not in own for rule, counterpart in pairs)
 
     @property
     @abstractmethod
@@ -46,7 +59,7 @@ class StepModel(ABC):
 
     @property
     def source_shape(self) -> SourceShape | None:
-        """Of an encoder's output, where the model attends over one; ``forward`` then gets a ``SourceAttend``."""
+        """Of an encoder's output, where the model attends over one; ``forward`` then gets a ``CrossAttend``."""
         return None
 
     def source_kv(self, source: Tensor) -> Tensor:
@@ -99,6 +112,17 @@ class StepModel(ABC):
     def complete(self, rows: Tensor, hidden: Tensor, requests: Sequence[Request]) -> Tensor:
         """The whole rows, where only some columns were sampled: a code predictor's inner loop."""
         return rows
+
+    def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
+        """``rule`` in device rows: a function of tensors alone, whose shapes do not depend on their values."""
+        return logits
+
+    def finish_rows(self, ids: Tensor, hidden: Tensor, state: RowState) -> tuple[Tensor, Tensor | None]:
+        """``complete`` in device rows, likewise: the sampled ids [s, ...] -> whole rows int64 [s, columns].
+
+        And int64 [s] to be kept as ``RowState.ends``, where that is the model's own and not its ``pattern``'s.
+        """
+        return ids, None
 
 
 def embed_rows(model: StepModel, chunks: Sequence[Chunk]) -> Tensor:

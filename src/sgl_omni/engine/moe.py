@@ -41,8 +41,11 @@ class MoE(nn.Module):
         self.shared_gate = parameter(1, hidden_size) if config.shared_size else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [n, hidden] -> [n, hidden]."""
-        routed = self._shard.reduce(self._routed(x, *self._route(x)))
+        """x [n, hidden] -> [n, hidden]; maybe as partial sums, one a choice (``ops.partial_linear``)."""
+        routed = self._routed(x, *self._route(x))
+        if self.shared is None and self._shard.size == 1:
+            return routed
+        routed = self._shard.reduce(whole(routed, x.dtype))
         if self.shared is None or self.shared_gate is None:
             return routed
         return routed + F.linear(x, self.shared_gate).sigmoid() * whole(self.shared(x), x.dtype)
@@ -56,14 +59,11 @@ class MoE(nn.Module):
         return experts, weights.to(x.dtype)
 
     def _routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """One expert after another, each for the rows that chose it."""
-        result = torch.zeros_like(x)
-        for expert in experts.unique().tolist():
-            row, choice = torch.where(experts == expert)
-            gate, up = F.linear(x[row], self.gate_up[expert]).chunk(2, -1)
-            done = F.linear(F.silu(gate) * up, self.down[expert])
-            result.index_add_(0, row, done * weights[row, choice, None])
-        return result
+        if x.is_cuda:
+            from sgl_omni.engine.kernels import moe
+
+            return moe.routed(x, experts, weights, self.gate_up, self.down)
+        return routed_one_by_one(x, experts, weights, self.gate_up, self.down)
 
     def slots(self, name: str) -> Iterator[Slot]:
         experts, hidden_size, size = self.down.shape
@@ -77,3 +77,14 @@ class MoE(nn.Module):
         if self.shared is not None and self.shared_gate is not None:
             yield from self.shared.slots(f"{name}.shared_expert")
             yield Slot(f"{name}.shared_expert_gate.weight", self.shared_gate, (1, hidden_size))
+
+
+def routed_one_by_one(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """One expert after another, each for the rows that chose it; the arguments are those of ``kernels.moe.routed``."""
+    result = torch.zeros_like(x)
+    for expert in experts.unique().tolist():
+        row, choice = torch.where(experts == expert)
+        gate, up = F.linear(x[row], gate_up[expert]).chunk(2, -1)
+        done = F.linear(F.silu(gate) * up, down[expert])
+        result.index_add_(0, row, done * weights[row, choice, None])
+    return result

@@ -149,9 +149,9 @@ class Request:
     the cache, or will be when the steps that were launched are through; ``launched`` counts the outputs of these
     steps, of which ``outputs`` may lack the last. ``row`` is a place of its own in fixed tensors while it runs, and
     ``turn`` counts how often its state there had to begin anew. ``sequence`` counts the sequences that have ended.
-    ``frame_end`` and ``frame_limit``, where outputs are frames: their number, -1 until it is known, and the number
-    at which they are cut. ``due``: there is nothing to hand on before this many outputs are known. ``task`` is state
-    that belongs to the model's own code. ``followers`` are the sequences that come
+    ``frame_end`` and ``frame_limit``, where outputs are frames: their number, or the output that brings the end, -1
+    until it is known, and the number at which they are cut. ``due``: there is nothing to hand on before this many
+    outputs are known. ``task`` is state that belongs to the model's own code. ``followers`` are the sequences that come
     after this one, each from an empty context; ``drawn`` counts the outputs of those that have ended. ``hidden`` is
     there where hidden states are asked for, ``inputs`` where some of the input comes later,
     ``source`` [frames, width] where an encoder's output is attended over, and then ``place``, where its keys and

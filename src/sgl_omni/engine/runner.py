@@ -91,7 +91,8 @@ class ModelRunner:
     def _forward(self, chunks: Sequence[Chunk], width: int) -> list[list[int] | None]:
         """One pass over ``width`` rows, those beyond the chunks' own being padding."""
         model = self._model
-        self._enter_sources(chunks)
+        for chunk in chunks if self._sources is not None else ():
+            self._sources.admit(chunk.request, model)
         x = model.embed(chunks)
         padding = width - x.shape[0]
         if padding:
@@ -110,11 +111,6 @@ class ModelRunner:
         for i, row in zip(ends, rows, strict=True):
             results[i] = row
         return results
-
-    def _enter_sources(self, chunks: Sequence[Chunk]) -> None:
-        for request in [chunk.request for chunk in chunks] if self._sources is not None else []:
-            if request.place < 0 and request.source is not None and self._sources is not None:
-                self._sources.enter(request, self._model.source_kv(request.source))
 
     def _next_rows(
         self, hidden: Tensor, ends: Sequence[int], requests: Sequence[Request], padding: int

@@ -7,7 +7,7 @@ depends on nothing else, so it is the same in every batch, after a retraction, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -51,21 +51,21 @@ class SamplingBatch:
         )
 
 
-def for_column(batch: SamplingBatch, column: int) -> SamplingBatch:
-    """Draws of their own for a column that is sampled after the others of its row."""
-    return replace(batch, keys=_mix(batch.keys ^ (column * 0x632BE5AB)))
+def sample(logits: Tensor, batch: SamplingBatch, first_column: int = 0) -> Tensor:
+    """logits [rows, columns, vocabulary] -> ids int64 [rows, columns].
 
-
-def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """logits [rows, columns, vocabulary] -> ids int64 [rows, columns]."""
+    ``first_column``: where these columns are not the first of their rows, for they have draws of their own.
+    """
     ids = logits.argmax(-1)
     if len(batch.random):
         chosen = logits[batch.random].float()
-        ids[batch.random] = _draw(chosen, batch.temperature, batch.top_k, batch.top_p, batch.keys)
+        ids[batch.random] = _draw(chosen, batch.temperature, batch.top_k, batch.top_p, batch.keys, first_column)
     return ids
 
 
-def sample_masked(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor) -> Tensor:
+def sample_masked(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor, first_column: int = 0
+) -> Tensor:
     """Chooses for greedy and random rows alike, without asking the host which are which.
 
     logits [rows, columns, vocabulary], options [rows], keys int64 [rows] (``step_keys``) -> ids int64 [rows, columns].
@@ -73,7 +73,7 @@ def sample_masked(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     greedy = (temperature == 0) | (top_k == 1)
     # A greedy row's draw is thrown away, but must not be made of infinities.
     temperature = torch.where(greedy, torch.ones_like(temperature), temperature)
-    drawn = _draw(logits.float(), temperature, top_k, top_p, keys)
+    drawn = _draw(logits.float(), temperature, top_k, top_p, keys, first_column)
     return torch.where(greedy[:, None], logits.argmax(-1), drawn)
 
 
@@ -88,7 +88,7 @@ def step_keys(seed_keys: Tensor, steps: Tensor) -> Tensor:
     return _mix(seed_keys ^ steps)
 
 
-def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor) -> Tensor:
+def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor, first_column: int) -> Tensor:
     """Gumbel noise on the logits that top-k and top-p leave; the largest wins."""
     scaled = logits / temperature.clamp(1e-5, 1e5)[:, None, None]
     # Stable: of equal logits the lower id goes first, whatever else is in the batch.
@@ -100,13 +100,13 @@ def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, key
     before = probabilities.cumsum(-1) - probabilities
     # Rounding may make ``before`` of a far id reach 1.
     dropped = (before >= top_p[:, None, None]) & (top_p[:, None, None] < 1) & (rank > 0)
-    chosen = (ordered + _gumbel(keys, ids)).masked_fill(dropped, float("-inf")).argmax(-1, keepdim=True)
+    chosen = (ordered + _gumbel(keys, ids, first_column)).masked_fill(dropped, float("-inf")).argmax(-1, keepdim=True)
     return ids.gather(-1, chosen)[..., 0]
 
 
-def _gumbel(keys: Tensor, ids: Tensor) -> Tensor:
+def _gumbel(keys: Tensor, ids: Tensor, first_column: int) -> Tensor:
     """Noise of each id [rows, columns, n], float32."""
-    columns = torch.arange(ids.shape[1], device=ids.device)
+    columns = torch.arange(first_column, first_column + ids.shape[1], device=ids.device)
     hashed = _mix(_mix(keys[:, None] ^ (columns * 0x632BE5AB))[..., None] ^ ids)
     # 23 bits and a half: in float32 this is neither 0 nor 1.
     uniform = ((hashed >> 9).float() + 0.5) * 2.0**-23

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from sgl_omni.engine.kv_cache import PagePool
-from sgl_omni.engine.request import Chunk, Request
+from sgl_omni.engine.request import LARGEST, Chunk, Request
 from sgl_omni.errors import InvalidRequest, StartupError
 
 
@@ -60,6 +60,7 @@ class Scheduler:
         self._free_rows = list(range(limits.max_running_requests))
         self._repeats_left = 0
         self._repeated = 0
+        self._repeating: list[Request] = []
         self.retractions = 0
         self.reused_tokens = 0
 
@@ -188,22 +189,35 @@ class Scheduler:
 
     def _count_repeats(self, chunks: Sequence[Chunk]) -> None:
         """How often the same can be done: as long as pages and outputs last, if all that run are decoding."""
-        if len(chunks) != len(self._running) or not all(chunk.is_decode for chunk in chunks):
+        if not all(chunk.is_decode for chunk in chunks):
             return
+        self._repeating = [chunk.request for chunk in chunks]
+        if len(chunks) != len(self._running):
+            others = set(self._running).difference(self._repeating)
+            if not all(request.is_blocked for request in others):
+                return
         if self._waiting and self._waiting[0].awaits_output:
             return  # it may be admitted as soon as that is known
         size = self._pool.page_size
         left = [
-            min(len(r.pages) * size - r.length, r.max_outputs - r.launched - 1) for r in (c.request for c in chunks)
+            min(len(r.pages) * size - r.length, r.max_outputs - r.launched - 1, self._inputs_left(r))
+            for r in self._repeating
         ]
         self._repeats_left = max(0, min(left) + 1) if left else 0
 
     def _settle(self) -> None:
         """Writes down what ``repeat`` has let pass."""
-        for request in self._running if self._repeated else ():
+        for request in self._repeating if self._repeated else ():
             request.computed += self._repeated
             request.launched += self._repeated
         self._repeats_left = self._repeated = 0
+
+    def _inputs_left(self, request: Request) -> int:
+        """Outputs that could follow the next without another look at what has arrived for them."""
+        if request.inputs is None:
+            return LARGEST
+        ahead = self._limits.rows_ahead
+        return ahead if request.inputs.ended else min(ahead, request.inputs.count - request.launched)
 
     def _begin(self, request: Request) -> None:
         """Gives a running request a place for the state of a sequence."""

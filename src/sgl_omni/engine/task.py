@@ -27,6 +27,12 @@ class Task(ABC):
     pattern: DelayPattern | None = None
     """Where outputs are frames of codes."""
 
+    takes_inputs: bool = False
+    """Whether ``parse`` gives requests an ``ArrivingInput``, for which device rows need a place."""
+
+    hands_hidden: bool = False
+    """Whether ``parse`` gives requests ``HiddenRows``, so that steps must keep hidden states."""
+
     @abstractmethod
     def parse(self, request_id: str, payload: Payload) -> Request:
         """Raises ``InvalidRequest`` for input that this model can never serve."""
@@ -173,6 +179,9 @@ class TokenTask(Task):
     ``hidden_states``, a list of layers (-1 is the last, normed), makes chunks too: arrays [rows, layers, hidden] of the
     rows run since the chunk before, so the first has the prompt's. The input may arrive over time.
     """
+
+    takes_inputs = True
+    hands_hidden = True
 
     def __init__(
         self,

@@ -46,10 +46,12 @@ def real_host() -> Host | None:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What the driver says of one GPU: its UUID, and the processes that compute on it now."""
+    """What the driver says of one GPU: its UUID, the processes that compute on it now, and its address on the PCI bus
+    (``00000000:1B:00.0``)."""
 
     uuid: str
     compute_pids: tuple[int, ...]
+    bus_id: str = ""
 
 
 def gpu_facts(ordinal: int) -> GpuFacts:
@@ -69,7 +71,9 @@ def gpu_facts(ordinal: int) -> GpuFacts:
         if ordinal >= len(handles):
             raise StartupError(f"GPU {ordinal}: this process sees {len(handles)} GPUs")
         running = pynvml.nvmlDeviceGetComputeRunningProcesses(handles[ordinal])
-        return GpuFacts(str(pynvml.nvmlDeviceGetUUID(handles[ordinal])), tuple(int(p.pid) for p in running))
+        bus = pynvml.nvmlDeviceGetPciInfo(handles[ordinal]).busId
+        uuid = str(pynvml.nvmlDeviceGetUUID(handles[ordinal]))
+        return GpuFacts(uuid, tuple(int(p.pid) for p in running), bus if isinstance(bus, str) else bus.decode())
     except pynvml.NVMLError as error:
         raise StartupError(f"GPU {ordinal}: the NVIDIA driver refuses: {error}") from error
     finally:

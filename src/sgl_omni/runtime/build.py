@@ -12,7 +12,7 @@ from sgl_omni.runtime.runners import AsyncFunctionRunner, BatchRunner, Runner, T
 from sgl_omni.runtime.stage import BatchStage, EngineStage, FunctionStage, Stage, StreamStage
 from sgl_omni.runtime.stream_runner import StreamRunner
 from sgl_omni.runtime.tp import Ranks
-from sgl_omni.runtime.tp_engine import FollowingRunner, LeadingEngine
+from sgl_omni.runtime.tp_engine import FollowingRunner, lead
 from sgl_omni.runtime.wiring import load_object
 from sgl_omni.topology.plan import InstancePlan, Plan, StagePlan
 
@@ -51,8 +51,14 @@ def build_runner(
     arguments = {key: value for key, value in offered.items() if key in declared} | stage.factory_args
     built = factory(**arguments)
     runner = runner_for(built, stage.name) if ranks is None else rank_runner(built, stage.name, ranks)
-    if any(stage.name in s.stream_to for s in plan.stages) and not isinstance(runner, StreamRunner):
-        raise TypeError(f"stage '{stage.name}' receives a stream, so its factory must return a StreamStage")
+    fed = (
+        runner.takes_streams if isinstance(runner, EngineRunner | FollowingRunner) else isinstance(runner, StreamRunner)
+    )
+    if any(stage.name in s.stream_to for s in plan.stages) and not fed:
+        raise TypeError(
+            f"stage '{stage.name}' receives a stream, so its factory must return a StreamStage, or an EngineStage "
+            "whose engine has `extend` and `finish_input`"
+        )
     return runner
 
 
@@ -91,7 +97,7 @@ def rank_runner(stage: Stage, name: str, ranks: Ranks) -> Runner:
         )
     if ranks.rank:
         return FollowingRunner(stage, name, ranks)
-    return EngineRunner(EngineStage(LeadingEngine(stage.engine, ranks, name)), name)
+    return EngineRunner(EngineStage(lead(stage.engine, ranks, name)), name)
 
 
 def runner_for(stage: Stage, name: str) -> Runner:

@@ -8,20 +8,46 @@ import os
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from sgl_omni.engine.interface import EngineOutput
+from sgl_omni.engine.interface import EngineOutput, FedEngine
 from sgl_omni.runtime.requests import StageRequest
 from sgl_omni.runtime.runners import Runner
 from sgl_omni.runtime.stage import EngineStage, Payload
 
 log = logging.getLogger("sgl_omni.engine")
 
+_OPEN = "input_open"
+"""Marks the payload of a request whose input goes on arriving."""
+
 EXIT_ENGINE_FAILED = 70
 """Exit status of a process whose engine raised where it must not: in `abort`, `stats` or `has_work`."""
 
 
+class _Command(NamedTuple):
+    """What the engine thread is told. ``source``: the stage whose chunk this is, to be acknowledged when taken."""
+
+    kind: Literal["add", "extend", "finish", "abort"]
+    request: StageRequest
+    payload: Payload
+    source: str | None = None
+
+
+@dataclass(slots=True)
+class _Input:
+    """What has come of a request's input: its payload, and the engine's result where that was sooner than the rest."""
+
+    has_payload: bool
+    result: EngineOutput | None = None
+
+
 class EngineRunner(Runner):
-    """Owns the thread in which the engine lives; hands its outputs over in bulk, once a step."""
+    """Owns the thread in which the engine lives; hands its outputs over in bulk, once a step.
+
+    Where streams lead to the stage, a request begins with the first that arrives, chunk or payload, marked
+    ``input_open`` while more is to come; what follows extends its input, and the end of all of it closes it.
+    """
 
     STATS_INTERVAL = 1.0
 
@@ -32,20 +58,48 @@ class EngineRunner(Runner):
         self._outbox: dict[str, deque[Payload | EngineOutput]] = {}
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._gauges: dict[str, float] = dict(stage.engine.stats())
-        self._commands: deque[tuple[str, Payload | None]] = deque()
+        self._commands: deque[_Command] = deque()
+        self._inputs: dict[str, _Input] = {}
         self._inside: set[str] = set()  # ids that the engine holds; the engine thread's own
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run_or_die, name=f"{name}-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def takes_streams(self) -> bool:
+        return isinstance(self._engine, FedEngine)
+
     def submit(self, request: StageRequest, payload: Payload) -> None:
-        self._requests[request.id] = request
-        self._command(request.id, payload)
+        found = self._inputs.get(request.id)
+        if found is None:
+            self._begin(request, payload, _Input(has_payload=True))
+            return
+        found.has_payload = True
+        if found.result is None:
+            self._command(_Command("extend", request, payload))
+        self._end_of_input(request, found)
+
+    def chunk(self, request: StageRequest, source: str, chunk: Payload) -> None:
+        found = self._inputs.get(request.id)
+        if found is None:
+            self._begin(request, chunk, _Input(has_payload=False), source)
+        elif found.result is None:
+            self._command(_Command("extend", request, chunk, source))
+        else:
+            request.acknowledge(source)  # the engine needed no more of it
+
+    def end(self, request: StageRequest) -> None:
+        found = self._inputs.get(request.id)
+        if found is not None:
+            self._end_of_input(request, found)
+        elif not request.expects_payload():
+            self._begin(request, {}, _Input(has_payload=False))
 
     def abort(self, request: StageRequest) -> None:
+        self._inputs.pop(request.id, None)
         if self._requests.pop(request.id, None) is not None:
-            self._command(request.id, None)
+            self._command(_Command("abort", request, {}))
         self._forget(request.id)
         request.discard()
 
@@ -57,9 +111,23 @@ class EngineRunner(Runner):
             self._stopping = True
             self._wake.notify()
 
-    def _command(self, request_id: str, payload: Payload | None) -> None:
+    def _begin(self, request: StageRequest, payload: Payload, found: _Input, source: str | None = None) -> None:
+        self._requests[request.id] = request
+        self._inputs[request.id] = found
+        more = not _is_complete(request, found)
+        self._command(_Command("add", request, {**payload, _OPEN: True} if more else payload, source))
+
+    def _end_of_input(self, request: StageRequest, found: _Input) -> None:
+        if not _is_complete(request, found):
+            return
+        if found.result is None:
+            self._command(_Command("finish", request, {}))
+        else:
+            self._close_request(request, found.result)
+
+    def _command(self, command: _Command) -> None:
         with self._wake:
-            self._commands.append((request_id, payload))
+            self._commands.append(command)
             self._wake.notify()
 
     def _run_or_die(self) -> None:
@@ -91,19 +159,38 @@ class EngineRunner(Runner):
             if outputs:
                 self._loop.call_soon_threadsafe(self._publish, outputs)
 
-    def _obey(self, commands: list[tuple[str, Payload | None]]) -> list[EngineOutput]:
+    def _obey(self, commands: list[_Command]) -> list[EngineOutput]:
         outputs: list[EngineOutput] = []
-        for request_id, payload in commands:
-            if payload is None:
-                self._engine.abort(request_id)
-                self._inside.discard(request_id)
+        for command in commands:
+            if command.kind == "abort":
+                self._engine.abort(command.request.id)
+                self._inside.discard(command.request.id)
                 continue
             try:
-                self._engine.add(request_id, payload)
-                self._inside.add(request_id)
+                self._take(command)
             except Exception as error:  # noqa: BLE001 - a request that the engine refuses fails alone
-                outputs.append(EngineOutput(request_id, error=error))
+                self._inside.discard(command.request.id)
+                outputs.append(EngineOutput(command.request.id, error=error))
+        taken = [(c.request, c.source) for c in commands if c.source is not None]
+        if taken:
+            self._loop.call_soon_threadsafe(self._acknowledge, taken)
         return outputs
+
+    def _take(self, command: _Command) -> None:
+        request_id, payload = command.request.id, command.payload
+        if command.kind == "add":
+            self._engine.add(request_id, payload)
+            self._inside.add(request_id)
+        elif request_id in self._inside and isinstance(self._engine, FedEngine):
+            if command.kind == "extend":
+                self._engine.extend(request_id, payload)
+            else:
+                self._engine.finish_input(request_id)
+
+    def _acknowledge(self, taken: list[tuple[StageRequest, str]]) -> None:
+        for request, source in taken:
+            if not request.aborted and request.id in self._requests:
+                request.acknowledge(source)
 
     def _step(self) -> list[EngineOutput]:
         try:
@@ -160,13 +247,19 @@ class EngineRunner(Runner):
         try:
             request.emit_now(chunk)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with one chunk belongs to its request
-            self._command(request.id, None)
+            self._command(_Command("abort", request, {}))
             self._close_request(request, EngineOutput(request.id, error=error))
             return False
         return True
 
     def _close_request(self, request: StageRequest, output: EngineOutput) -> None:
+        found = self._inputs.get(request.id)
+        if output.error is None and found is not None and not _is_complete(request, found):
+            found.result = output  # what still arrives belongs to this request, and has to be taken
+            self._forget(request.id, cancel=False)
+            return
         self._requests.pop(request.id, None)
+        self._inputs.pop(request.id, None)
         self._forget(request.id, cancel=False)
         if output.error is not None:
             request.fail(output.error)
@@ -178,3 +271,8 @@ class EngineRunner(Runner):
         pump = self._pumps.pop(request_id, None)
         if pump is not None and cancel:
             pump.cancel()
+
+
+def _is_complete(request: StageRequest, found: _Input) -> bool:
+    """Whether no more of the request's input is to come."""
+    return not request.open_streams() and (found.has_payload or not request.expects_payload())

@@ -76,7 +76,7 @@ def _pack(value: Any, stage: str, path: Any, store: Store) -> Any:
         return [_pack(v, stage, f"{path}[{i}]", store) for i, v in enumerate(value)]
     if isinstance(value, np.ndarray):
         return _pack_array(value, stage, path, store)
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # a long double stays itself
         return _pack(value.item(), stage, path, store)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):

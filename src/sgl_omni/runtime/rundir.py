@@ -47,7 +47,7 @@ class RunDir:
 
     def __init__(self, base: Path | None = None) -> None:
         base = base or base_folder()
-        _private(base)
+        private_folder(base)
         with _locked(base):
             clean_stale(base)
             self.path = Path(tempfile.mkdtemp(prefix="run-", dir=base))
@@ -95,7 +95,8 @@ def clean_stale(base: Path) -> list[Path]:
     return removed
 
 
-def _private(base: Path) -> None:
+def private_folder(base: Path) -> None:
+    """Makes a folder that only this user enters. Raises ``StartupError`` where it is someone else's or cannot be."""
     if len(os.fsencode(base)) > LONGEST_BASE:
         raise StartupError(f"the run folder {base} is too long a path for sockets in it; set XDG_RUNTIME_DIR")
     try:

@@ -110,12 +110,6 @@ class LeadingEngine:
     def add(self, request_id: str, payload: Payload) -> None:
         self._do(Add(request_id, seeded(payload, secrets.randbits(62))))
 
-    def extend(self, request_id: str, payload: Payload) -> None:
-        self._do(Extend(request_id, payload))
-
-    def finish_input(self, request_id: str) -> None:
-        self._do(FinishInput(request_id))
-
     def abort(self, request_id: str) -> None:
         self._do(Drop(request_id))
 
@@ -133,6 +127,20 @@ class LeadingEngine:
         return self._mine.obey(command)
 
 
+class LeadingFedEngine(LeadingEngine):
+    """The same for an engine whose requests' input may arrive over time."""
+
+    def extend(self, request_id: str, payload: Payload) -> None:
+        self._do(Extend(request_id, payload))
+
+    def finish_input(self, request_id: str) -> None:
+        self._do(FinishInput(request_id))
+
+
+def lead(engine: Engine, ranks: Ranks, stage: str) -> LeadingEngine:
+    return (LeadingFedEngine if isinstance(engine, FedEngine) else LeadingEngine)(engine, ranks, stage)
+
+
 class FollowingRunner(Runner):
     """Runs the engine of any rank but 0, in a thread that does what rank 0 tells. What comes of it is thrown away."""
 
@@ -141,6 +149,10 @@ class FollowingRunner(Runner):
         self._ranks = ranks
         self._gauges = dict(stage.engine.stats())
         threading.Thread(target=self._run_or_die, name=f"{name}-engine", daemon=True).start()
+
+    @property
+    def takes_streams(self) -> bool:
+        return isinstance(self._mine.engine, FedEngine)
 
     def submit(self, request: StageRequest, payload: Payload) -> None:
         raise TypeError(f"stage '{request.stage}': a payload reached rank {self._ranks.rank}; only rank 0 takes any")

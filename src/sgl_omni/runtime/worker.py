@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -104,6 +105,9 @@ class Worker:
                 self._control.send(StartFailed(self._instance.name, name, repr(error), traceback.format_exc()))
                 self._control.flush()
                 return 1
+        # What was built stays: without it, a full collection stops an engine's thread for 100 ms and more.
+        gc.collect()
+        gc.freeze()
         listener = self._listen() if self._instance.rank == 0 else None
         self._control.send(Ready(self._instance.name, self._facts(time.monotonic() - started)))
         status = await self._stop

@@ -33,6 +33,7 @@ def info_router(backend: Backend, models: Sequence[str], metrics: Metrics) -> AP
             raise ModelNotFound(f"model {model_id!r} is not served here; use {models[0]!r}", "model")
         return served
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", tags=["operations"])
     async def health() -> JSONResponse:
         """200 while requests are served, also by fewer instances than planned; 503 otherwise."""
@@ -52,6 +53,7 @@ def first_page(model_id: str, routes: Sequence[str]) -> APIRouter:
     router = APIRouter()
     text = "\n".join([f"sgl-omni serves {model_id}", "", *routes, ""])
 
+    @router.head("/", include_in_schema=False)
     @router.get("/", include_in_schema=False)
     async def index() -> PlainTextResponse:
         return PlainTextResponse(text)

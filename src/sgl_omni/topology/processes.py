@@ -132,6 +132,10 @@ def _check_environment(found: Findings, groups: tuple[ProcessGroup, ...]) -> Non
         seen: dict[str, tuple[str, str]] = {}
         for stage in group.stages:
             for key, value in found.stages[stage].env.items():
+                if not key or "=" in key or "\0" in key + value:
+                    message = f"stage '{stage}': {key!r} cannot be an environment variable"
+                    hint = "a name without '=', and no NUL in name or value"
+                    found.refuse("PLAN-015", message, ("stages", stage, "env", key), hint=hint)
                 first, earlier = seen.setdefault(key, (stage, value))
                 if earlier != value:
                     message = (

@@ -58,6 +58,12 @@ def test_names_that_cannot_be(name: str) -> None:
     assert codes("", "--vocoder.process", name) == ["PLAN-014"]
 
 
+def test_a_name_that_no_environment_can_hold() -> None:
+    violation = only(full("process: pc, ", "process: pc, env: {'B=C': 1}, "), cls=None)
+    assert violation.code == "PLAN-015"
+    assert "'B=C' cannot be an environment variable" in violation.message
+
+
 def test_one_process_has_one_environment() -> None:
     text = "stages:\n  preprocessing: {process: engine, env: {A: 1}}\n  tts_engine: {env: {A: 2}}\n"
     violation = only(text)

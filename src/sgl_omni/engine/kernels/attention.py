@@ -17,7 +17,7 @@ _MAX_SPLITS = 16
 _ENOUGH_PROGRAMS = 512
 
 
-@triton.jit(do_not_specialize=["splits", "window", "table_stride"])
+@triton.jit
 def _decode(
     q,
     keys,
@@ -102,7 +102,7 @@ def _decode(
                 tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_member)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit
 def _combine(
     partial, out, splits, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):

@@ -33,14 +33,14 @@ def prefetch_l2(pointers):
 
 
 @triton.jit
-def _summed(source, inside, part_stride, parts):
+def _summed(source, inside, part_stride, PARTS: tl.constexpr):
     total = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    for part in range(1, parts):
+    for part in tl.static_range(1, PARTS):
         total += tl.load(source + part * part_stride, mask=inside, other=0.0)
     return total
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit
 def _add_norm(
     x,
     delta,
@@ -49,7 +49,7 @@ def _add_norm(
     width,
     eps,
     part_stride,
-    parts,
+    PARTS: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -64,7 +64,7 @@ def _add_norm(
         gdc_launch_dependents()
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
-        added = _summed(delta + at, inside, part_stride, parts)
+        added = _summed(delta + at, inside, part_stride, PARTS)
         value += added.to(x.dtype.element_ty).to(tl.float32)
         rounded = value.to(x.dtype.element_ty)
         tl.store(x + at, rounded, mask=inside)
@@ -125,7 +125,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 _HEADS_AT_ONCE = 4
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit
 def _norm_rotate_write(
     qkv,
     q_weight,
@@ -138,7 +138,7 @@ def _norm_rotate_write(
     values,
     eps,
     part_stride,
-    parts,
+    PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -170,8 +170,8 @@ def _norm_rotate_write(
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    first = _summed(source, inside, part_stride, parts).to(dtype)
-    second = _summed(source + HALF, inside, part_stride, parts).to(dtype)
+    first = _summed(source, inside, part_stride, PARTS).to(dtype)
+    second = _summed(source + HALF, inside, part_stride, PARTS).to(dtype)
     if is_v:
         target = values + slot * KV_HEADS * 2 * HALF + within
         tl.store(target, first, mask=inside)

@@ -29,7 +29,7 @@ def _prefetch(weight, first_row, row_stride, first_k, ROWS: tl.constexpr, LINES:
     prefetch_l2(weight + row[:, None].to(tl.int64) * row_stride + first_k + line[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit(do_not_specialize=["rows"])
 def _linear(
     x_tiles,
     weight,
@@ -146,7 +146,7 @@ def gated_linear(x: Tensor, weight: Tensor, tiling: Tiling | None = None) -> Ten
 
 def _launch(x: Tensor, weight: Tensor, out: Tensor, outputs: int, tiling: Tiling, *, gated: bool) -> None:
     rows, inputs = x.shape
-    block = max(16, triton.next_power_of_2(rows))
+    block = 16 if rows <= 16 else MOST_ROWS  # between the two there is little to gain, and one more to compile
     x_tiles = TensorDescriptor(x, [rows, inputs], [inputs, 1], [block, tiling.inputs])
     weight_tiles = TensorDescriptor(weight, list(weight.shape), [inputs, 1], [tiling.outputs, tiling.inputs])
     _linear[(triton.cdiv(outputs, tiling.outputs), tiling.splits)](

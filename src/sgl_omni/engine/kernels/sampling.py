@@ -29,7 +29,7 @@ def _largest(ordered, weights, wanted, BITS: tl.constexpr):
     return threshold
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_column"])
 def _sample(
     logits,
     fields,
@@ -39,6 +39,7 @@ def _sample(
     vocabulary,
     columns,
     width,
+    first_column,
     TEMPERATURE: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
@@ -83,13 +84,13 @@ def _sample(
         kept = higher | (tie & (before < top_p))
     seed = tl.load(state + SEED).to(tl.uint32, bitcast=True)
     key = _mix(seed ^ (tl.load(state + STEP) + tl.load(state + DRAWN)).to(tl.uint32, bitcast=True))
-    hashed = _mix(_mix(key ^ (column.to(tl.uint32) * 0x632BE5AB)) ^ i.to(tl.uint32))
+    hashed = _mix(_mix(key ^ ((column + first_column).to(tl.uint32) * 0x632BE5AB)) ^ i.to(tl.uint32))
     uniform = ((hashed >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     noisy = tl.where(kept, x - tl.log(-tl.log(uniform)), float("-inf"))
     tl.store(out + row * columns + column, tl.argmax(noisy, 0, tie_break_left=True).to(tl.int64))
 
 
-def sample(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+def sample(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, first_column: int = 0) -> Tensor:
     """As ``sgl_omni.engine.sampler.sample_masked``, with the options of the state.
 
     logits [s, columns, vocabulary], fields int32 (``DeviceRows``), rows int64 [n], ends int64 [s]: the state of
@@ -107,6 +108,7 @@ def sample(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor) -> Tensor
         vocabulary,
         columns,
         fields.shape[1],
+        first_column,
         int(Field.TEMPERATURE),
         int(Field.TOP_K),
         int(Field.TOP_P),

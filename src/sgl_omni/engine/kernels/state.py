@@ -165,3 +165,31 @@ def embed(ids: Tensor, offsets: Tensor, table: Tensor) -> Tensor:
     out = table.new_empty(n, width)
     _embed[(n, triton.cdiv(width, 512))](ids, offsets, table, out, width, columns, 512, num_warps=2)
     return out
+
+
+@triton.jit
+def _add_arrived(
+    x, rows, given, fields, ring, fallback, counts, width, state_width, PLACES: tl.constexpr, BLOCK: tl.constexpr
+):
+    i = tl.program_id(0).to(tl.int64)
+    if tl.load(given + i) >= 0:
+        return
+    row = tl.load(rows + i)
+    output = tl.maximum(tl.load(fields + row * state_width + _STEP) - 1, 0)
+    arrived = output < tl.load(counts + row)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < width
+    value = tl.load(ring + (row * PLACES + output % PLACES) * width + d, mask=inside & arrived, other=0.0)
+    value += tl.load(fallback + row * width + d, mask=inside & (output >= tl.load(counts + row)), other=0.0)
+    at = x + i * width + d
+    tl.store(at, tl.load(at, mask=inside, other=0.0) + value, mask=inside)
+
+
+def add_arrived(
+    x: Tensor, rows: Tensor, given: Tensor, fields: Tensor, ring: Tensor, fallback: Tensor, counts: Tensor
+) -> None:
+    """As ``AddedRows.add``, in place: ring [rows, places, hidden], fallback [rows, hidden], counts int64 [rows]."""
+    n, width = x.shape
+    _add_arrived[(n, triton.cdiv(width, 512))](
+        x, rows, given, fields, ring, fallback, counts, width, fields.shape[1], ring.shape[1], 512, num_warps=2
+    )

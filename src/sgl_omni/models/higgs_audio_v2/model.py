@@ -24,6 +24,7 @@ from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.ops import whole
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.rope import Rope
+from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.shard import Shard
 from sgl_omni.models.higgs_audio_v2.spec import HiggsSpec
 
@@ -76,9 +77,9 @@ class HiggsLayer(nn.Module):
         if is_audio is None:
             x, normed = audio.mlp_norm.add(x, self.attention(normed, rotation, attend))
             return x, audio.mlp(normed)
-        normed = torch.where(is_audio, normed, text.input_norm(x))
+        normed = torch.where(is_audio, normed, text.input_norm.add(x, None)[1])
         x, normed = audio.mlp_norm.add(x, self.attention(normed, rotation, attend))
-        fed = whole(text.mlp(text.mlp_norm(x)), x.dtype)
+        fed = whole(text.mlp(text.mlp_norm.add(x, None)[1]), x.dtype)
         return x, torch.where(is_audio, whole(audio.mlp(normed), x.dtype), fed)
 
     def slots(self, name: str) -> Iterator[Slot]:
@@ -94,7 +95,7 @@ class HiggsModel(nn.Module, StepModel):
     ``embed_outputs`` made are [n, hidden]: a model only ever outputs audio.
     """
 
-    asks_host = True
+    embeds_outputs_apart = True
 
     def __init__(self, spec: HiggsSpec, shard: Shard | None = None) -> None:
         super().__init__()
@@ -156,8 +157,14 @@ class HiggsModel(nn.Module, StepModel):
 
     def complete(self, rows: Tensor, hidden: Tensor, requests: Sequence[Request]) -> Tensor:
         steps = torch.tensor([len(request.outputs) for request in requests], device=rows.device)
-        ends = torch.tensor([request.task.eos_row for request in requests], device=rows.device)
+        ends = torch.tensor([request.frame_end for request in requests], device=rows.device)
         return self.whole_rows(rows, steps, ends)
+
+    def finish_rows(self, ids: Tensor, hidden: Tensor, state: RowState) -> tuple[Tensor, Tensor]:
+        steps, ends = state.steps, state.ends
+        rows = self.whole_rows(ids, steps, ends)
+        ended = (rows[:, 1:] == self.spec.stream_eos_id).any(1)
+        return rows, torch.where((ends < 0) & ended, steps, ends)
 
     def whole_rows(self, codes: Tensor, steps: Tensor, eos_rows: Tensor) -> Tensor:
         """Codes [n, codebooks] as sampled -> output rows [n, 1 + codebooks].

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,21 +13,14 @@ from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.higgs_audio_v2.spec import HiggsSpec
 
 
-@dataclass(slots=True)
-class _Speech:
-    """``eos_row``: the first output with an end id in any column, or -1."""
-
-    frame_limit: int
-    eos_row: int = -1
-
-
 class HiggsTask(Task):
     """``prompt_ids`` [length] of text, in which placeholders stand for the rows of ``audio_rows`` [rows, codebooks].
 
     The prompt ends with the id that begins audio. Reference audio is in its delay pattern already. Results are
     arrays ``codes`` int16 [frames, codebooks]: codebook k of frame f lies in output row f + 1 + k, after a first row
     of begin ids. The row that brings an end id ends the audio with the frame before it. An id that no codec knows
-    and that the model put inside the audio all the same becomes the codec's last.
+    and that the model put inside the audio all the same becomes the codec's last. A request's ``frame_end`` is the
+    first output with an end id in any column.
     """
 
     def __init__(self, spec: HiggsSpec, *, default_max_frames: int = 1024) -> None:
@@ -49,7 +40,6 @@ class HiggsTask(Task):
             Prompt(self._prompt_rows(payload)),
             max_outputs=frames + self._spec.num_codebooks,
             sampling=parse_sampling(payload),
-            task=_Speech(frames),
         )
 
     def _prompt_rows(self, payload: Payload) -> Tensor:
@@ -77,12 +67,12 @@ class HiggsTask(Task):
         return rows
 
     def take(self, request: Request, row: list[int]) -> bool:
-        speech: _Speech = request.task
         eos = self._spec.stream_eos_id
-        if speech.eos_row < 0 and eos in row[1:]:
-            speech.eos_row = len(request.outputs)
+        if request.frame_end < 0 and eos in row[1:]:
+            request.frame_end = len(request.outputs)
         request.outputs.append(row)
-        if speech.eos_row >= 0 and (self._known(request) == speech.eos_row - 1 or set(row[1:]) == {eos}):
+        end = request.frame_end
+        if end >= 0 and (self._known(request) == end - 1 or set(row[1:]) == {eos}):
             request.finish_reason = "stop"
         elif request.is_at_limit:
             request.finish_reason = "length"
@@ -108,5 +98,5 @@ class HiggsTask(Task):
     def _known(self, request: Request) -> int:
         """Frames whose every codebook is among the outputs."""
         known = max(0, len(request.outputs) - self._spec.num_codebooks)
-        eos_row = request.task.eos_row
-        return known if eos_row < 0 else min(known, max(0, eos_row - 1))
+        end = request.frame_end
+        return known if end < 0 else min(known, max(0, end - 1))

@@ -19,7 +19,8 @@ from sgl_omni.engine.layers import parameter
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.repetition import penalise, seen_ids
 from sgl_omni.engine.request import Request
-from sgl_omni.engine.sampler import SamplingBatch, for_column, sample
+from sgl_omni.engine.row_state import RowState
+from sgl_omni.engine.sampler import SamplingBatch, sample
 from sgl_omni.models.qwen3_omni.spec import TalkerSpec
 
 _PREDICTOR_TOP_K, _PREDICTOR_TOP_P = 50, 0.8
@@ -48,13 +49,12 @@ class Projection(nn.Module):
 class TalkerModel(nn.Module, StepModel):
     """Rows of ``num_codes`` ids: the first is chosen from the talker's logits, the others by its code predictor."""
 
-    asks_host = True
-
     def __init__(self, spec: TalkerSpec) -> None:
         super().__init__()
         self.spec = spec
         self.columns = spec.num_codes
         self.axes = spec.decoder.rope.num_axes
+        self.seen_vocabulary = spec.decoder.vocab_size
         hidden_size, vocabulary = spec.decoder.hidden_size, spec.decoder.vocab_size
         self.decoder = Decoder(spec.decoder)
         self.predictor = CodePredictor(spec.predictor, spec.num_codes - 1)
@@ -115,6 +115,13 @@ class TalkerModel(nn.Module, StepModel):
         batch = SamplingBatch.of(requests, rows.device)
         return self.whole_rows(rows, hidden, greedy if len(batch.random) == 0 else _sampled(batch))
 
+    def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
+        return self.without_specials(penalise(logits[:, 0], state.seen, state.penalties)[:, None])
+
+    def finish_rows(self, ids: Tensor, hidden: Tensor, state: RowState) -> tuple[Tensor, None]:
+        choose = state.choose_by(temperature=1.0, top_k=_PREDICTOR_TOP_K, top_p=_PREDICTOR_TOP_P)
+        return self.whole_rows(ids, hidden, lambda logits, index: choose(logits[:, None], 1 + index)[:, 0]), None
+
     def whole_rows(self, first: Tensor, hidden: Tensor, choose: Choose = greedy) -> Tensor:
         """First codes int64 [n, 1] and the hidden states [n, hidden] they came from -> rows [n, num_codes]."""
         embedded = F.embedding(first[:, 0], self.codec_embedding)
@@ -142,6 +149,6 @@ def _sampled(batch: SamplingBatch) -> Choose:
     )
 
     def choose(logits: Tensor, index: int) -> Tensor:
-        return sample(logits[:, None], for_column(own, 1 + index))[:, 0]
+        return sample(logits[:, None], own, 1 + index)[:, 0]
 
     return choose

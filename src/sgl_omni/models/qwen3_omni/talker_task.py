@@ -19,6 +19,8 @@ class TalkerTask(Task):
     [frames, num_codes], each frame as soon as it is there.
     """
 
+    takes_inputs = True
+
     def __init__(self, spec: TalkerSpec, padding: Tensor, *, default_max_frames: int = 4096) -> None:
         """``padding`` [hidden], on the engine's device."""
         self._spec = spec

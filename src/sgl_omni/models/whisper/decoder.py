@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot, read_config
-from sgl_omni.engine.cross_attention import SourceAttend, SourceShape
+from sgl_omni.engine.cross_attention import CrossAttend, SourceShape
 from sgl_omni.engine.decoder import materialise
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import parameter
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.request import Request
+from sgl_omni.engine.row_state import RowState
 from sgl_omni.errors import StartupError
 
 
@@ -114,7 +115,7 @@ class WhisperLayer(nn.Module):
         self.feed_in = _Linear(width, {"fc1": spec.feed_size})
         self.feed_out = _Linear(spec.feed_size, {"fc2": width})
 
-    def forward(self, x: Tensor, attend: SourceAttend) -> Tensor:
+    def forward(self, x: Tensor, attend: CrossAttend) -> Tensor:
         q, k, v = (self._by_head(part) for part in self.qkv(self.self_norm(x)).chunk(3, -1))
         x = x + self.self_out(attend(self._index, q, k, v).flatten(1))
         q = self._by_head(self.cross_q(self.cross_norm(x)))
@@ -142,8 +143,6 @@ class WhisperLayer(nn.Module):
 
 class WhisperDecoder(nn.Module, StepModel):
     """Tokens in, logits over tokens out; the head is the embedding."""
-
-    asks_host = True
 
     def __init__(self, spec: WhisperSpec) -> None:
         super().__init__()
@@ -192,7 +191,7 @@ class WhisperDecoder(nn.Module, StepModel):
         return F.embedding(ids[:, 0], self.embedding)
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        assert isinstance(attend, SourceAttend)
+        assert isinstance(attend, CrossAttend)
         x = x + F.embedding(positions[0], self.position_embedding)
         for layer in self.layers:
             x = layer(x, attend)
@@ -205,6 +204,9 @@ class WhisperDecoder(nn.Module, StepModel):
     def rule(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
         first = torch.tensor([not request.outputs for request in requests], device=logits.device)
         return self.without_suppressed(logits, first)
+
+    def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
+        return self.without_suppressed(logits, state.steps == 0)
 
     def without_suppressed(self, logits: Tensor, first: Tensor) -> Tensor:
         """Logits [n, 1, vocabulary] without what may not be said; ``first`` bool [n]: whether nothing has been yet."""

@@ -12,6 +12,8 @@ from sgl_omni.models.whisper.decoder import WhisperSpec
 class WhisperTask(TokenTask):
     """A ``TokenTask`` whose payload also has ``encoder_states`` [frames, width], what the encoder made of the audio."""
 
+    takes_inputs = False
+
     def __init__(self, spec: WhisperSpec) -> None:
         inputs = InputSpec(vocab_sizes=(spec.vocab_size,), hidden_size=spec.width)
         super().__init__(inputs, eos_ids=[spec.eos_id], default_max_new_tokens=spec.max_positions // 2)

@@ -1,0 +1,84 @@
+"""What a model's own rules may know of the rows that yield an output: their state, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from sgl_omni.engine.device_rows import DeviceRows, Field, float_bits, float_of
+from sgl_omni.engine.sampler import LARGEST_KERNEL_VOCABULARY, sample_masked, step_keys
+
+Choose = Callable[[Tensor, int], Tensor]
+
+
+class RowState:
+    """The state of s rows. What is not asked for is not gathered, so that a plain model pays nothing for it."""
+
+    def __init__(self, rows: DeviceRows, at: Tensor, ends: Tensor) -> None:
+        """``at`` int64 [n]: the state of each row of a pass; ``ends`` int64 [s]: the rows of it that are meant."""
+        self._rows = rows
+        self._at = at
+        self._ends = ends
+
+    @cached_property
+    def _own(self) -> Tensor:
+        return self._at[self._ends]
+
+    @cached_property
+    def fields(self) -> Tensor:
+        """A copy, int32 [s, fields and ids]; see ``Field``."""
+        return self._rows.fields[self._own]
+
+    @property
+    def steps(self) -> Tensor:
+        """Outputs so far, int64 [s]."""
+        return self.fields[:, Field.STEP].to(torch.int64)
+
+    @property
+    def ends(self) -> Tensor:
+        """The end of the audio, int64 [s], or -1."""
+        return self.fields[:, Field.END].to(torch.int64)
+
+    @property
+    def penalties(self) -> Tensor:
+        """Of repetition, float32 [s]."""
+        return float_of(self.fields, Field.PENALTY)
+
+    @property
+    def seen(self) -> Tensor:
+        """Ids that each has had in column 0, bool [s, ``StepModel.seen_vocabulary``]."""
+        assert self._rows.seen is not None, "the model has no seen_vocabulary"
+        return self._rows.seen.flags[self._own]
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """logits [s, columns, vocabulary] -> ids int64 [s, columns] by each request's own options."""
+        return choose_rows(logits, self._rows.fields, self._at, self._ends)
+
+    def choose_by(self, *, temperature: float, top_k: int, top_p: float) -> Choose:
+        """A choice by these options for all requests but greedy ones, which stay so.
+
+        It takes logits [s, columns, vocabulary], and which column of a row the first of them is.
+        """
+        own = self.fields.clone()
+        greedy = (float_of(own, Field.TEMPERATURE) == 0) | (own[:, Field.TOP_K] == 1)
+        own[:, Field.TEMPERATURE].fill_(float_bits(temperature)).masked_fill_(greedy, 0)
+        own[:, Field.TOP_K].fill_(top_k)
+        own[:, Field.TOP_P].fill_(float_bits(top_p))
+        each = torch.arange(own.shape[0], device=own.device)
+        return lambda logits, first_column: choose_rows(logits, own, each, each, first_column)
+
+
+def choose_rows(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, first_column: int = 0) -> Tensor:
+    """Ids int64 [s, columns] by each state's own options; see ``kernels.sampling.sample`` for the arguments."""
+    if logits.is_cuda and logits.shape[-1] <= LARGEST_KERNEL_VOCABULARY:
+        from sgl_omni.engine.kernels import sampling
+
+        return sampling.sample(logits, fields, rows, ends, first_column)
+    state = fields[rows[ends]]
+    seeds = state[:, Field.SEED].to(torch.int64) & 0xFFFFFFFF
+    keys = step_keys(seeds, state[:, Field.STEP].to(torch.int64) + state[:, Field.DRAWN])
+    temperature, top_p = float_of(state, Field.TEMPERATURE), float_of(state, Field.TOP_P)
+    return sample_masked(logits, temperature, state[:, Field.TOP_K], top_p, keys, first_column)
