@@ -130,7 +130,7 @@ def _plan(resolved: ResolvedConfig, host: Host) -> Plan:
 
     cls = type(resolved.cls.__name__, (resolved.cls,), {"shareable_architectures": resolved.cls.architectures})
     plan = build_plan(dataclasses.replace(resolved, cls=cls), host)
-    refuse_what_cannot_run(plan, resolved.cls)
+    refuse_what_cannot_run(resolved.cls)
     return plan
 
 

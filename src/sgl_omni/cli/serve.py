@@ -130,7 +130,7 @@ def prepare(
         host = virtual_host(parse_bytes(virtual_gpu_memory), os.cpu_count())
     plan = build_plan(resolved, host)
     print_layout(plan, host)
-    refuse_what_cannot_run(plan, resolved.cls)
+    refuse_what_cannot_run(resolved.cls)
     task = None
     if resolved.model_path is not None:
         try:
@@ -141,17 +141,10 @@ def prepare(
     return plan, task, list(dict.fromkeys([given, plan.name]))
 
 
-def refuse_what_cannot_run(plan: Plan, cls: type[PipelineConfig]) -> None:
-    """A plan is run exactly or not at all.
-
-    Raises:
-        StartupError: the plan asks for something that this version plans but does not run yet.
-    """
+def refuse_what_cannot_run(cls: type[PipelineConfig]) -> None:
+    """Raises ``StartupError`` for a pipeline that this version plans but does not run yet."""
     if not cls.runnable:
         raise cls.not_runnable()
-    missing = [f"tensor parallelism (process '{p.name}', size {p.tp_size})" for p in plan.processes if p.tp_size > 1]
-    if missing:
-        raise StartupError(f"this version plans but does not run yet: {'; '.join(missing)}")
 
 
 async def serve(

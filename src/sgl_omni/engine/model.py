@@ -193,15 +193,17 @@ class CausalModel(nn.Module, StepModel):
         kept_layers: Sequence[int] = (),
         weights: WeightStore | None = None,
         policy: SharePolicy | None = None,
+        shard: Shard | None = None,
     ) -> CausalModel:
-        """Reads a checkpoint whose decoder lies below ``prefix`` and whose head is ``<head>.weight``.
+        """Reads a checkpoint whose decoder lies below ``prefix`` and whose head is ``<head>.weight``; of its layers
+        this ``shard``'s part, by default the whole. Raises ``StartupError`` where they cannot be divided so.
 
         Its tensors live where ``weights`` says, in memory of their own by default; ``policy`` is asked for where
         replicas share them.
         """
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
-            model = cls(DecoderConfig.parse(checkpoint.config()), kept_layers=kept_layers)
+            model = cls(DecoderConfig.parse(checkpoint.config()), kept_layers=kept_layers, shard=shard)
         ignore = ["*.rotary_emb.inv_freq"] + [f"{head}.weight"] * model.config.tied_embeddings
         load_module(
             model,

@@ -117,13 +117,31 @@ class Hello(Message, tag=10, frozen=True):
     instance: str
 
 
+class GroupLink(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """How a rank reaches the others of its group, by descriptors that it inherits.
+
+    `port`: the group's own, on 127.0.0.1, where rank 0 listens with `listener` (-1 in the others). `sockets`: in rank 0
+    one to each other rank, in their order; in those the one to rank 0. `seed`: the same in all.
+    """
+
+    port: int
+    listener: int
+    sockets: list[int]
+    seed: int
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [fd for fd in (self.listener, *self.sockets) if fd >= 0]
+
+
 class Spawn(Message, tag=11, frozen=True):
-    """First frame to a new worker: all that it needs to know."""
+    """First frame to a new worker: all that it needs to know. `group`: where it is a rank of several."""
 
     plan: Plan
     instance: str
     run_dir: str
     sys_path: list[str]
+    group: GroupLink | None = None
 
 
 class Ready(Message, tag=12, frozen=True):

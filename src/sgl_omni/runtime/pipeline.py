@@ -112,11 +112,11 @@ class Pipeline:
         `failed`."""
         if self._status != "ready":
             return self._status
-        instances = self.supervisor.instances.values()
-        if all(i.state == "ready" for i in instances):
+        groups = self.supervisor.groups
+        if all(group.is_ready for group in groups):
             return "ready"
-        serving = {i.plan.process for i in instances if i.state == "ready"}
-        return "degraded" if serving >= {i.plan.process for i in instances} else "unavailable"
+        serving = {group.first.plan.process for group in groups if group.is_ready}
+        return "degraded" if serving >= {group.first.plan.process for group in groups} else "unavailable"
 
     def health(self) -> dict[str, Any]:
         """The state of every instance; KV capacities by stage, and what it shares, are those of its last start."""
@@ -129,6 +129,7 @@ class Pipeline:
                     "name": i.name,
                     "process": i.plan.process,
                     "replica": i.plan.replica,
+                    "rank": i.plan.rank,
                     "stages": list(i.plan.stages),
                     "device": i.plan.device,
                     "state": i.state,

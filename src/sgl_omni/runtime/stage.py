@@ -7,6 +7,10 @@ signature declares: ``model_path``, ``gpu_id`` (int or None), ``device`` ("cpu" 
 `sgl_omni.engine.weights.WeightStore` that gives the model its tensors; else None), ``budget_bytes``
 (what the stage may hold of its GPU's memory, if it says so; else None).
 
+A stage with ``tp_size`` above 1 must be an engine; its factory is also offered ``shard`` (the
+`sgl_omni.engine.shard.Shard` of this rank), ``tp_rank``, ``tp_size`` and ``nccl_port`` (of the group's
+torch.distributed store on 127.0.0.1).
+
 A payload is a ``dict`` with string keys whose values are None, bool, int, float, str, bytes, numpy
 arrays, torch tensors, or lists and dicts of these. Between processes, bytes of more than 64 KiB arrive
 as a writable ``memoryview``, arrays and tensors as views of a buffer that is the receiver's alone until

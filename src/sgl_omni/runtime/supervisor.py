@@ -11,8 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from sgl_omni.errors import StartupError
 from sgl_omni.gpu.devices import GpuFacts, gpu_facts
@@ -20,8 +19,9 @@ from sgl_omni.gpu.mps import MpsError
 from sgl_omni.runtime.capacity import unequal_capacity
 from sgl_omni.runtime.channel import Channel
 from sgl_omni.runtime.coordinator import Coordinator
+from sgl_omni.runtime.instance import FIRST_BACKOFF, GroupSockets, Instance, RankGroup
 from sgl_omni.runtime.logs import LogTap
-from sgl_omni.runtime.messages import Message, Ready, Spawn, StartFailed, Stats, StatsQuery, Stop
+from sgl_omni.runtime.messages import GroupLink, Message, Ready, Spawn, StartFailed, Stats, StatsQuery, Stop
 from sgl_omni.runtime.mps_guard import MpsGuard
 from sgl_omni.runtime.rundir import RunDir, base_folder
 from sgl_omni.runtime.weight_keeper import WeightKeeper
@@ -29,52 +29,14 @@ from sgl_omni.topology.plan import InstancePlan, Plan
 
 log = logging.getLogger("sgl_omni.supervisor")
 
-State = Literal["waiting", "starting", "ready", "restarting", "stopping", "exited"]
-
 STOP_SECONDS = 1.0
 """What a worker gets to end by itself before it is killed."""
 
 STATS_SECONDS = 1.0
 
-FIRST_BACKOFF = 0.5
 MAX_BACKOFF = 30.0
 STEADY_SECONDS = 60.0
 """A process that lived this long starts its next restart without back-off from earlier ones."""
-
-
-@dataclass(eq=False)
-class Instance:
-    """One OS process of the plan: what it is, and how it is now."""
-
-    plan: InstancePlan
-    state: State = "waiting"
-    process: subprocess.Popen[bytes] | None = None
-    channel: Channel | None = None
-    tap: LogTap | None = None
-    pidfd: int = -1
-    ready: asyncio.Future[None] | None = None
-    up: asyncio.Event = field(default_factory=asyncio.Event)
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    facts: dict[str, Any] = field(default_factory=dict[str, Any])
-    gauges: dict[str, float] = field(default_factory=dict[str, float])
-    asked: asyncio.Future[None] | None = None
-    restarts: int = 0
-    backoff: float = FIRST_BACKOFF
-    ready_since: float = 0.0
-    failed_start: StartFailed | None = None
-    doom: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.plan.name
-
-    @property
-    def pid(self) -> int | None:
-        return self.process.pid if self.process is not None and self.state != "exited" else None
-
-    def last_lines(self) -> str:
-        lines = self.tap.lines if self.tap is not None else ()
-        return "".join(f"\n    {line}" for line in lines)
 
 
 class Supervisor:
@@ -95,7 +57,15 @@ class Supervisor:
         self._mps = MpsGuard(plan, base_folder() / "mps", run_dir.path, facts, self._mps_server_died)
         self._weights = WeightKeeper(run_dir.path, self._instance_of)
         self.instances = {i.name: Instance(i) for i in plan.instances}
+        self.groups = self._groups()
+        self._group_of = {member.name: group for group in self.groups for member in group.members}
         self.failure: asyncio.Future[str] = self._loop.create_future()
+
+    def _groups(self) -> tuple[RankGroup, ...]:
+        members: dict[tuple[str, int], list[Instance]] = {}
+        for instance in self.instances.values():
+            members.setdefault((instance.plan.process, instance.plan.replica), []).append(instance)
+        return tuple(RankGroup(tuple(sorted(ranks, key=lambda i: i.plan.rank))) for ranks in members.values())
 
     # Start --------------------------------------------------------------------------------------------------------
 
@@ -111,12 +81,10 @@ class Supervisor:
         if self._plan.sharing_groups:
             self._weights.listen()
         for wave in self._plan.spawn_waves:
-            instances = [self.instances[name] for name in wave]
-            for instance in instances:
-                self._spawn(instance)
-            waiting = [instance.ready for instance in instances if instance.ready is not None]
+            groups = list(dict.fromkeys(self._group_of[name] for name in wave))
+            waiting = [self._spawn_group(group) for group in groups]
             if not await self._all_ready(waiting, within):
-                late = [i for i in instances if i.state == "starting"]
+                late = [i for group in groups for i in group.members if i.state == "starting"]
                 report = "".join(f"\n  '{i.name}' (pid {i.pid}){i.last_lines()}" for i in late)
                 raise StartupError(f"not ready within {within:g} s:{report}")
         unequal = self._unequal_capacity()
@@ -161,7 +129,26 @@ class Supervisor:
             instance.doom = f" because its MPS server (pid {server}) died"
             self._kill_if_alive(instance, instance.process)
 
-    def _spawn(self, instance: Instance) -> None:
+    def _spawn_group(self, group: RankGroup) -> asyncio.Future[None]:
+        """Starts all ranks of a group; the future completes when all are ready, or one cannot be."""
+        group.fallen = False
+        ready = group.ready = self._loop.create_future()
+        if len(group.members) == 1:
+            self._spawn(group.first, None, {})
+            return ready
+        sockets = GroupSockets(len(group.members))
+        try:
+            for rank, instance in enumerate(group.members):
+                self._spawn(instance, sockets.link(rank), sockets.environment)
+        except StartupError:
+            group.fallen = True
+            self._end_all(group, " because its group could not be started")
+            raise
+        finally:
+            sockets.close()
+        return ready
+
+    def _spawn(self, instance: Instance, link: GroupLink | None, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
         read_fd, write_fd = os.pipe()
         command = [sys.executable, "-m", "sgl_omni.runtime.worker"]
@@ -172,8 +159,8 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=write_fd,
                 stderr=write_fd,
-                env=self._environment(instance.plan),
-                pass_fds=(theirs.fileno(),),
+                env=self._environment(instance.plan, environment),
+                pass_fds=(theirs.fileno(), *(link.descriptors if link is not None else ())),
                 start_new_session=True,
             )
         except OSError as error:
@@ -186,7 +173,6 @@ class Supervisor:
         instance.state = "starting"
         instance.failed_start = None
         instance.gone.clear()
-        instance.ready = self._loop.create_future()
         instance.tap = LogTap(instance.name, read_fd)
         instance.pidfd = os.pidfd_open(instance.process.pid)
         self._loop.add_reader(instance.pidfd, self._exited, instance)
@@ -197,13 +183,14 @@ class Supervisor:
             lambda channel, reason: self._broken(instance, reason),
             name=instance.name,
         )
-        instance.channel.send(Spawn(self._plan, instance.name, str(self._run_dir.path), list(sys.path)))
+        instance.channel.send(Spawn(self._plan, instance.name, str(self._run_dir.path), list(sys.path), link))
 
-    def _environment(self, plan: InstancePlan) -> dict[str, str]:
-        """The parent's, a fair share of the threads, and what the plan says, which wins."""
+    def _environment(self, plan: InstancePlan, group: dict[str, str]) -> dict[str, str]:
+        """The parent's, a fair share of the threads, what the ranks of a group have in common, and what the plan says,
+        which wins."""
         cores = len(plan.cpu_cores) or max(1, len(os.sched_getaffinity(0)) // len(self.instances))
         own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(cores), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        return os.environ | own | plan.env | self._mps.environment(plan)
+        return os.environ | own | group | plan.env | self._mps.environment(plan)
 
     # Messages and ends --------------------------------------------------------------------------------------------
 
@@ -211,11 +198,7 @@ class Supervisor:
         if isinstance(message, Ready):
             instance.state = "ready"
             instance.facts = message.facts
-            instance.ready_since = time.monotonic()
-            instance.up.set()
-            self._coordinator.attach(instance.name, channel)
-            if instance.ready is not None and not instance.ready.done():
-                instance.ready.set_result(None)
+            self._admit_if_ready(self._group_of[instance.name])
         elif isinstance(message, StartFailed):
             instance.failed_start = message
         elif isinstance(message, Stats):
@@ -224,6 +207,15 @@ class Supervisor:
                 instance.asked.set_result(None)
         else:
             self._coordinator.receive(channel, message)
+
+    def _admit_if_ready(self, group: RankGroup) -> None:
+        if not group.is_ready or group.first.channel is None:
+            return
+        group.ready_since = time.monotonic()
+        group.up.set()
+        self._coordinator.attach(group.first.name, group.first.channel)
+        if group.ready is not None and not group.ready.done():
+            group.ready.set_result(None)
 
     def _broken(self, instance: Instance, reason: str) -> None:
         """The channel ended. Normally the process did too; one that lives on without it is of no use."""
@@ -244,28 +236,42 @@ class Supervisor:
         _kill_group(process.pid)  # what the process itself has started; its own entry still holds the group's number
         status = process.wait()
         self._run_dir.forget(process.pid)
-        before, instance.state = instance.state, "exited"
+        instance.state = "exited"
         if instance.tap is not None:
             instance.tap.finish()
         how = describe_exit(status) + instance.doom
         instance.doom = ""
-        instance.up.clear()
-        self._coordinator.detach(instance.name, how)
+        group = self._group_of[instance.name]
+        group.up.clear()
+        self._coordinator.detach(group.first.name, group.blame(instance, how))
         if instance.channel is not None:
             instance.channel.flush()
             instance.channel.close()
         instance.gone.set()
-        if self._stopping:
+        if not self._stopping and not group.fallen:
+            self._fall(group, instance, how)
+
+    def _fall(self, group: RankGroup, culprit: Instance, how: str) -> None:
+        """One of a group has ended: the others are of no use without it, and some may wait for it for ever."""
+        group.fallen = True
+        self._end_all(group, f" because its rank '{culprit.name}' {how}")
+        assert culprit.process is not None
+        if group.ready is not None and not group.ready.done():
+            group.ready.set_exception(StartupError(self._start_report(culprit, how)))
             return
-        if before == "starting" and instance.ready is not None and not instance.ready.done():
-            instance.ready.set_exception(StartupError(self._start_report(instance, how)))
-            return
-        log.error("instance '%s' (pid %d) %s%s", instance.name, process.pid, how, instance.last_lines())
+        report = f"instance '{culprit.name}' (pid {culprit.process.pid}) {how}{culprit.last_lines()}"
+        log.error("%s", report)
         if self._plan.on_process_exit == "restart":
-            self._end_weights_of(instance)
-            self._schedule_restart(instance)
+            self._end_weights_of(culprit)
+            self._schedule_restart(group)
         elif not self.failure.done():
-            self.failure.set_result(f"instance '{instance.name}' (pid {process.pid}) {how}{instance.last_lines()}")
+            self.failure.set_result(report)
+
+    def _end_all(self, group: RankGroup, why: str) -> None:
+        for instance in group.members:
+            if instance.state in ("starting", "ready"):
+                instance.doom = why
+                self._kill_if_alive(instance, instance.process)
 
     def _end_weights_of(self, leader: Instance) -> None:
         """Where a dead leader's weights went with it, its followers compute on nothing: they end too."""
@@ -298,39 +304,39 @@ class Supervisor:
 
     # Restart ------------------------------------------------------------------------------------------------------
 
-    def _schedule_restart(self, instance: Instance) -> None:
-        if time.monotonic() - instance.ready_since > STEADY_SECONDS:
-            instance.backoff = FIRST_BACKOFF
-        instance.state = "restarting"
-        task = self._loop.create_task(self._restart(instance))
+    def _schedule_restart(self, group: RankGroup) -> None:
+        if time.monotonic() - group.ready_since > STEADY_SECONDS:
+            group.backoff = FIRST_BACKOFF
+        task = self._loop.create_task(self._restart(group))
         self._restarts.add(task)
         task.add_done_callback(self._restarts.discard)
 
-    async def _restart(self, instance: Instance) -> None:
-        """Tries until the instance is ready, waiting twice as long after each failure."""
+    async def _restart(self, group: RankGroup) -> None:
+        """Tries until the group is ready, waiting twice as long after each failure."""
         while not self._stopping:
-            await asyncio.sleep(instance.backoff)
-            leader = instance.plan.weight_leader
-            if leader is not None and not self._weights.holds(leader):
-                await self.instances[leader].up.wait()
-            instance.backoff = min(2 * instance.backoff, MAX_BACKOFF)
-            instance.restarts += 1
-            try:
-                self._spawn(instance)
-                assert instance.ready is not None
-                await instance.ready
-            except StartupError as error:
-                log.error("restart of '%s' failed, next try in %g s: %s", instance.name, instance.backoff, error)
+            await group.ended()
+            for instance in group.members:
                 instance.state = "restarting"
+            await asyncio.sleep(group.backoff)
+            leader = group.first.plan.weight_leader
+            if leader is not None and not self._weights.holds(leader):
+                await self._group_of[leader].up.wait()
+            group.backoff = min(2 * group.backoff, MAX_BACKOFF)
+            for instance in group.members:
+                instance.restarts += 1
+            try:
+                await self._spawn_group(group)
+            except StartupError as error:
+                log.error("restart of %s failed, next try in %g s: %s", group.label, group.backoff, error)
                 continue
-            log.info("instance '%s' is back (pid %s)", instance.name, instance.pid)
+            log.info("%s is back (pid %s)", group.label, ", ".join(str(i.pid) for i in group.members))
             unequal = self._unequal_capacity()
             if unequal is not None:
                 log.error("%s", unequal)
-                instance.doom = " because it came back with another KV capacity"
-                self._kill_if_alive(instance, instance.process)
+                group.first.doom = " because it came back with another KV capacity"
+                self._kill_if_alive(group.first, group.first.process)
                 return
-            await self._verify_mps_again(instance)
+            await self._verify_mps_again(group.first)
             return
 
     async def _verify_mps_again(self, instance: Instance) -> None:

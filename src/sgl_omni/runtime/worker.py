@@ -29,6 +29,7 @@ from sgl_omni.runtime.engine_runner import EngineRunner
 from sgl_omni.runtime.messages import (
     Abort,
     Failure,
+    GroupLink,
     Header,
     Hello,
     Message,
@@ -47,6 +48,8 @@ from sgl_omni.runtime.messages import (
 from sgl_omni.runtime.requests import StageRequest
 from sgl_omni.runtime.runners import Runner
 from sgl_omni.runtime.stage import Payload
+from sgl_omni.runtime.tp import PEER_SECONDS, PeerLost, Ranks
+from sgl_omni.runtime.tp_engine import FollowingRunner
 from sgl_omni.runtime.wiring import Wiring, cut_others, load_object
 from sgl_omni.topology.plan import StagePlan
 
@@ -95,27 +98,31 @@ class Worker:
         enforce_budgets(spawn.plan, self._instance, self._local_device())
         for name in self._instance.stages:
             try:
-                self._build(self._wiring.stages[name])
+                self._build(self._wiring.stages[name], spawn.group)
             except Exception as error:  # noqa: BLE001 - reported to the supervisor with its traceback
+                if isinstance(error, PeerLost):
+                    await asyncio.sleep(PEER_SECONDS)  # the rank that failed first is to be reported first
                 self._control.send(StartFailed(self._instance.name, name, repr(error), traceback.format_exc()))
                 self._control.flush()
                 return 1
         # What was built stays: without it, a full collection stops an engine's thread for 100 ms and more.
         gc.collect()
         gc.freeze()
-        listener = self._listen()
+        listener = self._listen() if self._instance.rank == 0 else None
         self._control.send(Ready(self._instance.name, self._facts(time.monotonic() - started)))
         status = await self._stop
-        self._loop.remove_reader(listener.fileno())
-        listener.close()
+        if listener is not None:
+            self._loop.remove_reader(listener.fileno())
+            listener.close()
         for runner in self._runners.values():
             runner.close()
         return status
 
-    def _build(self, stage: StagePlan) -> None:
+    def _build(self, stage: StagePlan, link: GroupLink | None) -> None:
         device = self._local_device() if stage.gpu else None
         weights = self._shared_weights(stage) if stage.gpu and self._instance.weight_role != "own" else None
-        self._runners[stage.name] = build_runner(stage, self._plan, device, weights)
+        ranks = None if link is None else self._join(link)
+        self._runners[stage.name] = build_runner(stage, self._plan, device, weights, ranks)
         if weights is not None and (stage.engine is not None or weights.facts is not None):
             self._shared[stage.name] = weights.describe()
             if self._instance.weight_role == "leader":  # the group's weights count once, against its leader's budget
@@ -125,6 +132,13 @@ class Worker:
             self._routes[stage.name] = load_object(stage.route_fn)
         if stage.merge_fn:
             self._merges[stage.name] = load_object(stage.merge_fn)
+
+    def _join(self, link: GroupLink) -> Ranks:
+        size = self._plan.process(self._instance.process).tp_size
+        device = self._local_device() if self._plan.platform == "cuda" else None
+        ranks = Ranks(self._instance.rank, size, link, device)
+        ranks.join()
+        return ranks
 
     def _shared_weights(self, stage: StagePlan) -> SharedWeights:
         from sgl_omni.gpu.weights.exchange import Exchange
@@ -138,7 +152,7 @@ class Worker:
         return 0 if self._instance.mps else self._instance.device
 
     def _facts(self, seconds: float) -> dict[str, Any]:
-        engines = {n: r.gauges() for n, r in self._runners.items() if isinstance(r, EngineRunner)}
+        engines = {n: r.gauges() for n, r in self._runners.items() if isinstance(r, EngineRunner | FollowingRunner)}
         weights = {"role": self._instance.weight_role, "models": self._shared}
         return {"pid": os.getpid(), "build_seconds": round(seconds, 3), "engines": engines, "weights": weights}
 

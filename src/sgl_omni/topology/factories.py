@@ -10,10 +10,13 @@ from sgl_omni.topology.source import Missing, Opaque, Signature, SourceReader
 
 INJECTED = ("model_path", "gpu_id", "device", "engine", "weights")
 """What a factory is given when its signature asks for it."""
-_TP_INJECTED = ("tp_rank", "tp_size", "nccl_port")
+_TP_INJECTED = ("shard", "tp_rank", "tp_size", "nccl_port")
+_TP_ASKED = ("shard", "tp_rank")
+"""A factory that takes neither would build the whole model in every rank."""
 _OWNED = {
     "gpu_id": "gpu",
     "engine": "engine",
+    "shard": "tp_size",
     "tp_rank": "tp_size",
     "tp_size": "tp_size",
     "nccl_port": "tp_size",
@@ -33,6 +36,8 @@ def check_factories(found: Findings, groups: tuple[ProcessGroup, ...]) -> None:
     for group in groups:
         if group.num_replicas > 1 or group.replica_devices is not None:
             _check_placeable(found, reader, group)
+        if group.tp_size > 1:
+            _check_divisible(found, reader, group)
 
 
 def _check_function(found: Findings, reader: SourceReader, stage: str, key: str, path: str) -> None:
@@ -96,3 +101,18 @@ def _check_placeable(found: Findings, reader: SourceReader, group: ProcessGroup)
         )
         hint = "a factory with a gpu_id parameter, or one replica without replica_devices"
         found.refuse("PLAN-006", message, ("processes", group.name), hint=hint, about=group.stages)
+
+
+def _check_divisible(found: Findings, reader: SourceReader, group: ProcessGroup) -> None:
+    """Each rank of a tensor-parallel stage must be told its part: its factory declares ``shard`` or ``tp_rank``."""
+    for name in group.stages:
+        path = found.stages[name].factory_path
+        signature = reader.find(path) if path else Missing("")
+        if found.stages[name].tp_size == 1 or isinstance(signature, Missing):
+            continue
+        if isinstance(signature, Signature) and any(p in signature.parameters for p in _TP_ASKED):
+            continue
+        reason = "its source cannot be read" if isinstance(signature, Opaque) else "its signature declares no shard"
+        message = f"stage '{name}' cannot be tensor-parallel: factory '{path}': {reason}"
+        hint = f"a factory with a shard parameter, or stages.{name}.tp_size: 1"
+        found.refuse("PLAN-004", message, ("stages", name, "tp_size"), hint=hint, about=group.stages)

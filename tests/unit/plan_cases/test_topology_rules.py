@@ -179,6 +179,16 @@ def test_ranks_of_one_replica_need_distinct_cards() -> None:
     assert codes("", *tp, host=twins) == ["PLAN-004"]
 
 
+def test_the_ranks_of_a_tp_stage_are_told_which_they_are() -> None:
+    tp = ("--tts_engine.tp_size", "2", "--tts_engine.gpu", "[2, 3]")
+    violation = only("", *tp, "--tts_engine.factory_path", "dummy.gpu_stage")
+    assert violation.code == "PLAN-004"
+    assert "'tts_engine' cannot be tensor-parallel" in violation.message
+    assert "tp_size: 1" in str(violation.hint)
+    assert codes("", *tp) == []
+    assert codes("stages:\n  tts_engine:\n    factory: {shard: 1}\n") == ["PLAN-016"]
+
+
 def test_a_replicated_gpu_stage_is_told_its_gpu() -> None:
     violation = only(TWO_ON_GPU_0, "--tts_engine.factory_path", "dummy.gpu_stage_without_gpu_id")
     assert violation.code == "PLAN-006"
