@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from sgl_omni.runtime.pipeline import Pipeline
@@ -20,7 +18,7 @@ HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
     sys.path.insert(0, HERE)
 
-Start = Callable[..., Awaitable[Pipeline]]
+from running import Start, children  # noqa: E402 - it lies beside this file
 
 
 @pytest.fixture(autouse=True)
@@ -82,15 +80,3 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {slot.name: torch.randn(slot.shape, generator=generator) * 0.2 for slot in slots}
     save_file(tensors, folder / "model.safetensors")
     return folder
-
-
-def children() -> set[int]:
-    return {p.pid for p in psutil.Process().children(recursive=True)}
-
-
-async def eventually(condition: Callable[[], bool], seconds: float = 8.0) -> None:
-    """Waits until `condition` holds."""
-    end = asyncio.get_running_loop().time() + seconds
-    while not condition():
-        assert asyncio.get_running_loop().time() < end, "the condition did not come true in time"
-        await asyncio.sleep(0.02)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from conftest import HERE
+from running import HERE
 from test_weight_share import PROMPTS
 
 CONFIG = """

@@ -18,8 +18,8 @@ import httpx
 import psutil
 import pytest
 
-from conftest import HERE
 from dp_stand_in import UUID
+from running import HERE
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples/mps_dp/configs/demo_cpu_dp2.yaml"

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from conftest import HERE, Start, children, eventually
 from plans import plan_of, stage
+from running import HERE, Start, children, eventually
 from sgl_omni.errors import Overloaded, ProcessExited, RequestAborted, StartupError
 from sgl_omni.runtime.pipeline import Pipeline
 from sgl_omni.runtime.rundir import RunDir

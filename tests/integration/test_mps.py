@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from conftest import HERE, Start, eventually
 from plans import plan_of, stage
+from running import HERE, Start, eventually
 from sgl_omni.errors import ProcessExited
 from sgl_omni.gpu.devices import GpuFacts
 from sgl_omni.gpu.mps import MpsControl, MpsDaemon, MpsError, clean, foreign_servers, live_owners, status

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import uvloop
 
-from conftest import eventually
+from running import eventually
 from servers import ROOT, Server, serving
 from sgl_omni.router.app import Router, RouterOptions
 from sgl_omni.router.dispatch import Limits

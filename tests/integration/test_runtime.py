@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import Start
 from plans import plan_of, stage
+from running import Start
 from sgl_omni.errors import (
     DeadlineExceeded,
     InvalidRequest,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Start, eventually
+from running import Start, eventually
 from sgl_omni.errors import InvalidRequest, ProcessExited, StartupError
 from tp_cases import PROMPTS, TIGHT, answers, ask, one_rank_tokens, pids, plan_for, write_qwen3
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from conftest import Start, eventually
+from running import Start, eventually
 from servers import ROOT, Server, serving
 from sgl_omni.config.load import load_config
 from sgl_omni.errors import ProcessExited, StartupError
