@@ -140,7 +140,7 @@ def plan_pool(
     resolved = load_config(config_path, flags, registry=PipelineRegistry(), model_path=model_path)
     plan = build_plan(resolved, host)
     capacity = check_plan(asked, plan, resolved, host.memory(0))
-    refuse_what_cannot_run(plan, resolved.cls)
+    refuse_what_cannot_run(resolved.cls)
     return capacity
 
 
