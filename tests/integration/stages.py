@@ -224,6 +224,8 @@ class AddingEngine:
         sums = self._sums.get(request_id)
         if sums is None:
             return  # it has ended
+        if payload.get("i") == 1000 + self._unlucky:
+            raise RuntimeError("a number that breaks this engine")
         if payload.get("i") == self._unlucky:
             self.abort(request_id)
             raise InvalidRequest("an unlucky number", param="i")

@@ -224,6 +224,13 @@ async def test_a_chunk_that_an_engine_refuses_fails_its_request_alone(start: Sta
     await assert_empty(pipeline)
 
 
+async def test_an_engine_that_breaks_over_a_chunk_keeps_nothing_of_its_request(start: Start) -> None:
+    pipeline = await start(fed_engine(unlucky=-990))
+    with pytest.raises(StageFailed, match="breaks this engine"):
+        await pipeline.submit({"count": 50}).result()
+    await assert_empty(pipeline)
+
+
 async def test_an_engine_that_takes_no_stream_is_refused_at_start(start: Start) -> None:
     plan = plan_of(stage("a", "stream_source", next="b", stream_to="b"), stage("b", "engine", terminal=True))
     with pytest.raises(StartupError, match="an EngineStage whose engine has `extend` and `finish_input`"):

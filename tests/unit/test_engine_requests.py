@@ -122,6 +122,39 @@ def test_what_can_never_be_served_is_refused_for_that_request_alone(case: str) -
     assert engine.stats()["kv_used_tokens"] == 0
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.full((2, 16), 1e300),
+        np.ones((2, 16), dtype=object),
+        torch.ones(2, 16, device="meta"),
+        np.ones((2, 15), dtype=np.float32),
+    ],
+    ids=["too large for a float32", "objects", "no storage", "width"],
+)
+def test_embeddings_that_cannot_be_used_are_refused(rows: Any) -> None:
+    engine = token_engine()
+    with pytest.raises(InvalidRequest):
+        engine.add("a", {"prompt_embeddings": rows, "max_new_tokens": 2})
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("device_rows", [False, True])
+def test_arrays_of_any_layout_and_any_temperature_are_served(device_rows: bool) -> None:
+    task = TokenTask(InputSpec(vocab_sizes=(12,), hidden_size=16))
+    engine = AutoregressiveEngine.build(
+        tiny_model(), task, EngineSettings(max_total_tokens=64, page_size=4), device_rows=device_rows
+    )
+    rows = np.random.default_rng(0).standard_normal((3, 16)).astype(">f4")
+    for name, given in {"plain": rows.astype(np.float32), "odd": rows, "turned": rows[::-1][::-1]}.items():
+        engine.add(name, {"prompt_embeddings": given, "max_new_tokens": 4})
+    engine.add("hot", {"prompt_ids": [1], "max_new_tokens": 4, "temperature": 1e300, "seed": 1})
+    results = run(engine)
+    tokens = {name: result["token_ids"] for name, (_, result) in results.items()}
+    assert tokens["plain"] == tokens["odd"] == tokens["turned"]
+    assert len(tokens["hot"]) == 4
+
+
 def test_an_id_is_taken_once_at_a_time() -> None:
     engine = token_engine()
     engine.add("a", {"prompt_ids": [1, 2], "max_new_tokens": 2})

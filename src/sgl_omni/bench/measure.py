@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from urllib.request import urlopen
 import msgspec
 
 from sgl_omni.bench.activity import Sample, gpu_sampler
+from sgl_omni.bench.child import before_exec
 from sgl_omni.bench.client import Orders, Record
 from sgl_omni.bench.workload import Workload
 from sgl_omni.errors import OmniError
@@ -103,13 +104,12 @@ async def measure(
 
 async def run_client(orders: Orders, cores: Sequence[int] | None) -> list[Record]:
     """One client process, which dies with the call."""
-    pin = (lambda: os.sched_setaffinity(0, cores)) if cores else None
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "sgl_omni.bench.client"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        preexec_fn=pin,
+        preexec_fn=before_exec(cores, signal.SIGKILL),
     )
     try:
         out, err = await process.communicate(msgspec.json.encode(orders))

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from sgl_omni.bench.child import before_exec
 from sgl_omni.bench.measure import BenchError, Load, measure
 from sgl_omni.bench.workload import Workload, load_texts, parse_mix
 
@@ -133,15 +134,13 @@ class Launched:
         self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Launched:
-        cores = self._cores
-        pin = (lambda: os.sched_setaffinity(0, cores)) if cores else None
         self._process = await asyncio.create_subprocess_exec(
             *self._arguments,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             env=self._environment,
             start_new_session=True,
-            preexec_fn=pin,
+            preexec_fn=before_exec(self._cores, signal.SIGTERM),  # a server ends its processes itself
         )
         self._reading = asyncio.ensure_future(self._read(self._process))
         return self

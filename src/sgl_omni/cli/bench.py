@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sgl_omni.cli.numbers import SECONDS, SECONDS_OR_NONE
+from sgl_omni.cli.options import SECONDS, SECONDS_OR_NONE, in_a_folder
 from sgl_omni.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -46,7 +46,9 @@ def app() -> None:
 @click.option("--model", default="demo-voice", show_default=True, help="Model name in the requests.")
 @click.option("--voice", help="Voice in the requests; the server's default if left out.")
 @click.option("--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="GPU that is watched, if any.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON with all figures.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), callback=in_a_folder, help="JSON with all figures."
+)
 def speech(
     urls: Sequence[str],
     concurrency: str | None,

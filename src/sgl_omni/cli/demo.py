@@ -15,12 +15,20 @@ from pathlib import Path
 import click
 import httpx
 
+from sgl_omni.cli.options import in_a_folder
+
 SENTENCE = "Hello! This is a small voice on a small machine, and every stage of it runs in a process of its own."
 START_SECONDS = 120.0
 
 
 @click.command()
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("hello.wav"), show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("hello.wav"),
+    show_default=True,
+    callback=in_a_folder,
+)
 @click.option("--text", default=SENTENCE, show_default=True, help="What to say.")
 @click.option("--voice", default=None, help="One of the built-in voices.")
 @click.option("--port", default=0, show_default=True, help="0 takes a free one.")
@@ -30,8 +38,6 @@ def command(out: Path, text: str, voice: str | None, port: int, once: bool) -> N
 
     Prints the layout, the time to first audio and the real-time factor (time to speak / length of the speech).
     """
-    if not out.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {out.absolute().parent}", param_hint="--out")
     port = port or free_port()
     server = subprocess.Popen(
         [sys.executable, "-m", "sgl_omni.cli.main", "serve", "--model-path", "demo-voice", "--port", str(port)],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sgl_omni.cli.config import once
-from sgl_omni.cli.numbers import SECONDS
+from sgl_omni.cli.options import SECONDS
 from sgl_omni.errors import LaunchFailed, LaunchRefused
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sgl_omni.cli.numbers import SECONDS, SECONDS_OR_NONE
+from sgl_omni.cli.options import SECONDS, SECONDS_OR_NONE
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.router.policy import POLICIES
 

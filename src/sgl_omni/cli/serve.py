@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sgl_omni.cli.config import once
-from sgl_omni.cli.numbers import SECONDS, SECONDS_OR_NONE
+from sgl_omni.cli.options import SECONDS, SECONDS_OR_NONE
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.topology.plan import Plan
 

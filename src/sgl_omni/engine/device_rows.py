@@ -13,6 +13,8 @@ from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_memory import AddedRows, SeenRows, to_device
 from sgl_omni.engine.sampler import seed_key
 
+_LARGEST_FLOAT = 3.0e38
+
 
 class Field(IntEnum):
     """Columns of a row's state, int32. Floats and unsigned numbers lie there as their bits."""
@@ -133,5 +135,5 @@ def _state(request: Request) -> list[int]:
 
 def float_bits(value: float) -> int:
     """A float32 as a field holds it."""
-    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    bits: int = struct.unpack("<i", struct.pack("<f", max(-_LARGEST_FLOAT, min(value, _LARGEST_FLOAT))))[0]
     return bits

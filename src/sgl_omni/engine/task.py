@@ -109,12 +109,19 @@ class InputSpec:
         """An array of floats [length, hidden]. Raises ``InvalidRequest`` for anything else."""
         if not (torch.is_tensor(value) or isinstance(value, np.ndarray)):
             raise InvalidRequest(f"{param} must be an array", param=param)
-        rows = torch.as_tensor(value)
-        if rows.dim() != 2 or rows.shape[1] != self.hidden_size or not rows.is_floating_point():
+        shape = [*value.shape]
+        floats = value.is_floating_point() if torch.is_tensor(value) else np.issubdtype(value.dtype, np.floating)
+        if len(shape) != 2 or shape[1] != self.hidden_size or not floats:
             raise InvalidRequest(
-                f"{param} must be floats [length, {self.hidden_size}], not {rows.dtype} {[*rows.shape]}", param=param
+                f"{param} must be floats [length, {self.hidden_size}], not {value.dtype} {shape}", param=param
             )
-        return rows
+        try:
+            if torch.is_tensor(value):
+                return value.detach().to("cpu", torch.float32).contiguous()
+            with np.errstate(over="ignore"):  # an infinity is told as such
+                return torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32))
+        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+            raise InvalidRequest(f"{param} cannot be read: {error}", param=param) from error
 
     def finite_embeddings(self, value: Any, param: str) -> Tensor:
         """As ``embeddings``, and no infinities among them."""

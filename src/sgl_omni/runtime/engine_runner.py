@@ -169,6 +169,7 @@ class EngineRunner(Runner):
             try:
                 self._take(command)
             except Exception as error:  # noqa: BLE001 - a request that the engine refuses fails alone
+                self._engine.abort(command.request.id)  # whatever it had taken of it before
                 self._inside.discard(command.request.id)
                 outputs.append(EngineOutput(command.request.id, error=error))
         taken = [(c.request, c.source) for c in commands if c.source is not None]
