@@ -407,3 +407,12 @@ def test_settings_come_from_the_stage_and_what_is_left_out_keeps_its_default() -
     assert (settings.max_total_tokens, settings.page_size, settings.max_running_requests) == (512, 1, 4)
     with pytest.raises(StartupError, match="nothing says how large the KV pool is"):
         EngineSettings.parse({}).pages(tiny_model().kv_shape, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "setting", [{"group_rows": 0}, {"group_rows": -1}, {"page_size": 1.5}, {"max_total_tokens": "96"}], ids=str
+)
+def test_settings_that_mean_nothing_are_named(setting: dict[str, Any]) -> None:
+    (key,) = setting
+    with pytest.raises(StartupError, match=f"engine.{key} must be a whole number"):
+        EngineSettings.parse(setting)

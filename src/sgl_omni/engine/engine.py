@@ -47,6 +47,14 @@ class EngineSettings:
     reuse_prefixes: bool = True
     group_rows: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ``StartupError`` for numbers that mean nothing."""
+        least = {"group_rows": 1, "cuda_graph_max_bs": 0, "max_running_requests": 1, "chunked_prefill_tokens": 1}
+        for key, low in {**least, "max_total_tokens": 1, "kv_cache_bytes": 1, "page_size": 1}.items():
+            value = getattr(self, key)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+                raise StartupError(f"engine.{key} must be a whole number of {low} or more, not {value!r}")
+
     @classmethod
     def parse(cls, settings: Mapping[str, Any], **defaults: Any) -> EngineSettings:
         """Takes the keys that it knows; those that are absent or null keep their defaults."""

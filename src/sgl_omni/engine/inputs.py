@@ -57,7 +57,7 @@ def begin_input(payload: dict[str, Any], fallback: Tensor, spec: InputSpec) -> A
 
     Raises ``InvalidRequest`` for rows of another shape.
     """
-    is_open, prompt_open = bool(payload.get("input_open")), bool(payload.get("prompt_open"))
+    is_open, prompt_open = _flag(payload, "input_open"), _flag(payload, "prompt_open")
     inputs = ArrivingInput(fallback, prompt_open=prompt_open)
     _take_added(inputs, payload, spec)
     inputs.ended = not is_open and not prompt_open
@@ -114,3 +114,10 @@ def add_arrived(x: Tensor, chunks: Sequence[Chunk]) -> Tensor:
             x[place : row + chunk.length] += added_rows(request.inputs.rows, count, steps)
         row += chunk.length
     return x
+
+
+def _flag(payload: dict[str, Any], key: str) -> bool:
+    value = payload.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequest(f"{key} must be true or false, not {value!r}", param=key)
+    return bool(value)
