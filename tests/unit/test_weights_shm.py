@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import mmap
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -348,3 +350,19 @@ def test_own_weights_are_filled_and_separate() -> None:
 
     one, other = (OwnWeights().obtain(wanted, "cpu", fill, policy=None, fingerprint="")["a"] for _ in range(2))
     assert one.stride() == (1, 3) and (one == 2).all() and one.data_ptr() != other.data_ptr()
+
+
+def test_sealing_waits_for_what_holds_the_memory_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    create = os.memfd_create
+    monkeypatch.setattr(os, "memfd_create", lambda *arguments: made.append(create(*arguments)) or made[-1])
+    allocation = ShmBackend().create(4096, torch.device("cpu"))
+    other = mmap.mmap(made[0], 4096)
+    timer = threading.Timer(0.1, other.close)
+    timer.start()
+    shared, handle = allocation.seal()
+    timer.join()
+    assert other.closed
+    assert shared.shape == (4096,)
+    assert handle.fd is not None
+    os.close(handle.fd)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import mmap
 import os
+import time
 import warnings
 
 import numpy as np
@@ -19,6 +21,9 @@ FILE_NAME = "sgl-omni-weights"
 """What the mappings are called in /proc/<pid>/smaps."""
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+_SEAL_SECONDS = 10.0
 
 
 class ShmBackend:
@@ -58,7 +63,7 @@ class ShmAllocation:
         self._bytes = None
         try:
             self._close_map()
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            _add_seals(self._fd)
             # Descriptors handed on are read-only themselves: what is opened so can never be mapped for writing.
             readable = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
@@ -76,6 +81,23 @@ class ShmAllocation:
                 raise WeightShareError(
                     "the weights cannot be shared: what loaded them still holds a writable tensor of them"
                 ) from error
+
+
+def _add_seals(fd: int) -> None:
+    """The kernel refuses while it holds a page for itself, moving it for instance; that passes."""
+    last = time.monotonic() + _SEAL_SECONDS
+    while True:
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            if time.monotonic() > last:
+                raise WeightShareError(
+                    f"the weights' memory could not be sealed within {_SEAL_SECONDS:g} s: something still writes it"
+                ) from error
+        time.sleep(0.02)
 
 
 def _mapped(fd: int, size: int) -> Tensor:
