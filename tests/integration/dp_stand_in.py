@@ -21,9 +21,10 @@ from sgl_omni.dp.preflight import Asked, Machine, place
 from sgl_omni.dp.state import Store
 from sgl_omni.gpu.affinity import read_cores
 from sgl_omni.gpu.devices import GpuFacts
+from sgl_omni.listening import bind
 from sgl_omni.runtime.pipeline import Pipeline
 from sgl_omni.server.app import create_app
-from sgl_omni.server.serve import HttpServer, bind
+from sgl_omni.server.serve import HttpServer
 from sgl_omni.topology.plan import Plan
 
 UUID = "GPU-aeba05c4-8610-6a4f-ea69-3f4479a5f33f"

@@ -22,11 +22,11 @@ import uvloop
 
 from running import eventually
 from servers import ROOT, Server, serving
+from sgl_omni.listening import bind, url_of
 from sgl_omni.router.app import Router, RouterOptions
 from sgl_omni.router.dispatch import Limits
 from sgl_omni.router.health import Thresholds
 from sgl_omni.router.probe import Probing
-from sgl_omni.router.processes import bind, url_of
 from sgl_omni.router.workers import parse_address
 from worker_stand_in import AUDIO, EVENT, StandIn
 
@@ -65,7 +65,7 @@ async def begin() -> AsyncIterator[Begin]:
     workers: list[StandIn] = []
 
     async def start(*stand_ins: StandIn, probing: Probing = FAST, **options: Any) -> Running:
-        sock = bind("127.0.0.1", 0, shared=False)
+        sock = bind("127.0.0.1", 0)
         router = Router(RouterOptions(probing=probing, **options))
         await router.start(sock)
         found = Running(router, url_of(sock))

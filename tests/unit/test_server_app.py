@@ -6,8 +6,9 @@ import pytest
 
 from sgl_omni.config.tasks import SpeechTask
 from sgl_omni.errors import StartupError
+from sgl_omni.listening import bind
 from sgl_omni.server.app import create_app
-from sgl_omni.server.serve import HttpServer, bind
+from sgl_omni.server.serve import HttpServer
 
 TASK = SpeechTask(voices=("anna",), default_voice="anna", sample_rate=16000)
 

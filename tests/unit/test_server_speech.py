@@ -22,8 +22,9 @@ from sgl_omni.errors import (
     RequestAborted,
     StageFailed,
 )
+from sgl_omni.listening import bind
 from sgl_omni.server.app import create_app
-from sgl_omni.server.serve import HttpServer, bind
+from sgl_omni.server.serve import HttpServer
 
 RATE = 16000
 TASK = SpeechTask(voices=("anna", "bert"), default_voice="anna", sample_rate=RATE, max_input_characters=200)

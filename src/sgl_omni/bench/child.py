@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from collections.abc import Callable, Sequence
 
-PR_SET_PDEATHSIG = 1
+from sgl_omni.parent import die_with_parent
 
 
 def before_exec(cores: Sequence[int] | None, at_parents_end: signal.Signals) -> Callable[[], None]:
     """For ``preexec_fn``: the kernel sends the signal when this process ends."""
-    libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
+    parent = os.getpid()
 
     def prepare() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, int(at_parents_end), 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+        die_with_parent(parent, at_parents_end)
         if cores:
             os.sched_setaffinity(0, cores)
 

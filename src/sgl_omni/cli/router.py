@@ -128,11 +128,12 @@ def command(
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     import uvloop
 
-    from sgl_omni.router.app import RouterOptions
+    from sgl_omni.listening import bind
+    from sgl_omni.router.app import BACKLOG, RouterOptions
     from sgl_omni.router.dispatch import Limits
     from sgl_omni.router.health import Thresholds
     from sgl_omni.router.probe import Probing
-    from sgl_omni.router.processes import bind, run_one, run_several
+    from sgl_omni.router.processes import run_one, run_several
 
     options = RouterOptions(
         policy=policy,
@@ -151,7 +152,7 @@ def command(
     )
     if processes > 1:
         sys.exit(run_several(processes, options, addresses, host, port, drain_timeout))
-    sock = bind(host, port, shared=False)
+    sock = bind(host, port, backlog=BACKLOG)
     sys.exit(uvloop.run(run_one(options, addresses, sock, drain_timeout)))
 
 

@@ -160,9 +160,10 @@ async def serve(
     drain_timeout: float,
 ) -> int:
     """Runs until a signal (0) or a failure (1). A second signal ends everything at once."""
+    from sgl_omni.listening import bind
     from sgl_omni.runtime.pipeline import Pipeline
     from sgl_omni.server.app import create_app
-    from sgl_omni.server.serve import HttpServer, bind
+    from sgl_omni.server.serve import HttpServer
 
     sock = bind(host, port)  # before any process exists
     stopping = asyncio.Event()

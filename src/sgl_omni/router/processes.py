@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import shutil
@@ -12,48 +11,12 @@ import socket
 import tempfile
 from collections.abc import Sequence
 
-from sgl_omni.errors import StartupError
-from sgl_omni.router.app import BACKLOG, Router, RouterOptions
+from sgl_omni.listening import bind, url_of
+from sgl_omni.parent import die_with_parent
+from sgl_omni.router.app import Router, RouterOptions
 from sgl_omni.router.workers import Address
 
 log = logging.getLogger("sgl_omni.router")
-
-PR_SET_PDEATHSIG = 1
-
-
-def bind(host: str, port: int, *, shared: bool) -> socket.socket:
-    """A listening socket, or with ``shared`` one that is only bound: processes that listen beside it share its port.
-
-    Raises ``StartupError`` where the address cannot be had, which includes a port that is taken.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise StartupError(f"cannot listen on host {host!r}: {error.strerror or error}; check --host") from error
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            with socket.socket(family, kind, protocol) as alone:  # fails where another router shares the port already
-                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                alone.bind(address)
-                alone.listen()
-                address = (address[0], alone.getsockname()[1], *address[2:])
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind(address)
-        if not shared:
-            sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise StartupError(f"cannot listen on {host}:{port}: {reason}; choose another --port") from error
-    sock.setblocking(False)
-    return sock
-
-
-def url_of(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def run_one(
@@ -123,17 +86,16 @@ def _fork(
     status = 1
     try:
         os.setpgid(0, 0)  # Ctrl-C is the parent's to pass on, once
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:
-            import uvloop
+        die_with_parent(parent)
+        import uvloop
 
-            own = socket.socket(bound.family, bound.type, bound.proto)
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            own.bind(bound.getsockname())
-            own.setblocking(False)
-            siblings = [path for i, path in enumerate(sockets) if i != index]
-            status = uvloop.run(run_one(options, addresses, own, drain_seconds, sockets[index], siblings))
+        own = socket.socket(bound.family, bound.type, bound.proto)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        own.bind(bound.getsockname())
+        own.setblocking(False)
+        siblings = [path for i, path in enumerate(sockets) if i != index]
+        status = uvloop.run(run_one(options, addresses, own, drain_seconds, sockets[index], siblings))
     finally:
         logging.shutdown()
         os._exit(status)  # never back into the parent's code

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sgl_omni.errors import InvalidRequest, PayloadError
+from sgl_omni.parent import die_with_parent
 from sgl_omni.runtime.build import build_runner, enforce_budgets
 from sgl_omni.runtime.channel import Channel
 from sgl_omni.runtime.engine_runner import EngineRunner
@@ -60,8 +59,6 @@ log = logging.getLogger("sgl_omni.worker")
 
 TOMBSTONE_SECONDS = 5.0
 """How long an aborted request's id is remembered, so that a message already on its way to us is dropped."""
-
-PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -438,13 +435,6 @@ def _forget_frames(error: BaseException | None) -> None:
 def socket_path(run_dir: Path, index: int) -> Path:
     """Numbered, not named: an instance's name may be longer than a socket address."""
     return run_dir / f"{index}.sock"
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent ends, and ends now if it has already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def main() -> None:
