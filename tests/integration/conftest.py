@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -52,11 +51,7 @@ async def start(own_run_folder: Path) -> AsyncIterator[Start]:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of random weights, 26 MB, under the names that such checkpoints have."""
-    import torch
-    from safetensors.torch import save_file
-
-    from sgl_omni.engine.decoder_config import DecoderConfig
-    from sgl_omni.engine.model import CausalModel
+    from checkpoints import save_random
 
     folder = tmp_path_factory.mktemp("llama")
     config = {
@@ -73,10 +68,4 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "hidden_act": "silu",
         "max_position_embeddings": 512,
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    model = CausalModel(DecoderConfig.parse(config))
-    generator = torch.Generator().manual_seed(0)
-    slots = model.slots("model.", "lm_head")
-    tensors = {slot.name: torch.randn(slot.shape, generator=generator) * 0.2 for slot in slots}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return save_random(folder, config)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
+from checkpoints import save_random
 from sgl_omni.config.load import load_config
-from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.model import CausalModel
 from sgl_omni.engine.task import InputSpec, TokenTask
@@ -110,13 +106,7 @@ def write_qwen3(folder: Path) -> Path:
         "hidden_act": "silu",
         "max_position_embeddings": 512,
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    model = CausalModel(DecoderConfig.parse(config))
-    generator = torch.Generator().manual_seed(0)
-    slots = model.slots("model.", "lm_head")
-    tensors = {slot.name: torch.randn(slot.shape, generator=generator) * 0.2 for slot in slots}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return save_random(folder, config)
 
 
 def one_rank_tokens(checkpoint: Path) -> dict[float, list[list[int]]]:

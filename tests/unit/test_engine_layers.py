@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,9 @@ from sgl_omni.engine.sampler import SamplingBatch, sample
 from sgl_omni.engine.shard import Shard
 from sgl_omni.errors import StartupError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import CausalModel
 from sgl_omni.engine.task import InputSpec, TokenTask
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,15 +70,6 @@ class Family:
     prompts: list[list[int]]
     expected: list[list[int]]
     """What ``generate`` makes of each prompt."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

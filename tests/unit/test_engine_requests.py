@@ -21,16 +21,9 @@ from sgl_omni.engine.rope import RopeConfig
 from sgl_omni.engine.task import FrameTask, HandOver, InputSpec, TokenTask
 from sgl_omni.errors import InvalidRequest, StartupError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 COLUMNS, CODES, EOS, PAD = 3, 10, 10, 11
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny_model(columns: int = 1, vocabulary: int = 12) -> CausalModel:

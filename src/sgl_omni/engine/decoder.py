@@ -19,22 +19,26 @@ from sgl_omni.engine.shard import Shard
 from sgl_omni.errors import StartupError
 
 
+def attention_of(layer: int, config: DecoderConfig, shard: Shard) -> Attention:
+    return Attention(
+        layer,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        shard,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        qk_norm_eps=config.norm_eps if config.qk_norm else None,
+        window=config.windows[layer],
+    )
+
+
 class DecoderLayer(nn.Module):
     def __init__(self, index: int, config: DecoderConfig, shard: Shard) -> None:
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(
-            index,
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            shard,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            qk_norm_eps=config.norm_eps if config.qk_norm else None,
-            window=config.windows[index],
-        )
+        self.attention = attention_of(index, config, shard)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp: MoE | GatedMLP
         if config.sparse[index] and config.moe is not None:

@@ -49,12 +49,11 @@ class DelayPattern:
         """
         reached = (ends < 0) & ((rows[:, 0] == self.eos_id) | (steps >= limits))
         ends = torch.where(reached, steps, ends)
-        column = torch.arange(len(self.delays), device=rows.device)
-        late = steps[:, None] - torch.tensor(self.delays, device=rows.device)
-        outside = (late < 0) | ((ends >= 0)[:, None] & (late >= ends[:, None]))
-        at_end = (steps == ends)[:, None] & (column == 0)
-        filled = torch.where(at_end, self.eos_id, self.pad_id)
-        return torch.where(outside, filled, rows), ends
+        delays = torch.tensor(self.delays, device=rows.device)
+        forced = forced_ids(steps, ends, delays, self.pad_id, self.pad_id)
+        is_forced = forced >= 0
+        forced[:, 0] = torch.where(steps == ends, self.eos_id, forced[:, 0])
+        return torch.where(is_forced, forced, rows), ends
 
     def known_frames(self, rows: int, end: int | None) -> int:
         """Frames whose every codebook is among the first ``rows`` rows."""

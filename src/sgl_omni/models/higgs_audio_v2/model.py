@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
-from sgl_omni.engine.decoder import materialise
+from sgl_omni.engine.decoder import attention_of, materialise
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.delay import forced_ids
 from sgl_omni.engine.kv_cache import KVShape
-from sgl_omni.engine.layers import Attention, Embedding, GatedMLP, RMSNorm, parameter
+from sgl_omni.engine.layers import Embedding, GatedMLP, RMSNorm, parameter
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.ops import whole
 from sgl_omni.engine.request import Request
@@ -47,16 +47,7 @@ class _Feed(nn.Module):
 class HiggsLayer(nn.Module):
     def __init__(self, index: int, config: DecoderConfig, shard: Shard) -> None:
         super().__init__()
-        self.attention = Attention(
-            index,
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            shard,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias,
-        )
+        self.attention = attention_of(index, config, shard)
         self.text = _Feed(config, shard)
         self.audio = _Feed(config, shard)
 
