@@ -16,6 +16,7 @@ from pathlib import Path
 
 from plans import plan_of, stage
 from sgl_omni.cli.dp import launch, new_run
+from sgl_omni.config.tasks import Tasks
 from sgl_omni.dp.launch import Servers
 from sgl_omni.dp.preflight import Asked, Machine, place
 from sgl_omni.dp.state import Store
@@ -40,7 +41,7 @@ def plan(attach: bool) -> Plan:
 async def serve(port: int, attach: bool) -> None:
     sock = bind("127.0.0.1", port)
     pipeline = Pipeline(plan(attach), facts=lambda ordinal: GpuFacts(os.environ["CUDA_VISIBLE_DEVICES"], ()))
-    http = HttpServer(create_app(pipeline, None, "stand-in"), sock, grace=1.0)
+    http = HttpServer(create_app(pipeline, Tasks(), "stand-in"), sock, grace=1.0)
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

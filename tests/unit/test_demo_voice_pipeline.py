@@ -20,7 +20,7 @@ def test_the_model_id_resolves_to_the_packaged_weights() -> None:
 
 
 def test_the_speech_task_names_the_voices() -> None:
-    task = DemoVoicePipelineConfig.speech_task("demo-voice")
+    task = DemoVoicePipelineConfig.tasks("demo-voice").speech
     assert task is not None
     assert (task.voices, task.default_voice, task.sample_rate) == (("slt", "rms", "awb", "kal16"), "rms", 16000)
 

@@ -4,7 +4,7 @@ import signal
 import httpx
 import pytest
 
-from sgl_omni.config.tasks import SpeechTask
+from sgl_omni.config.tasks import SpeechTask, Tasks
 from sgl_omni.errors import StartupError
 from sgl_omni.listening import bind
 from sgl_omni.server.app import create_app
@@ -50,7 +50,7 @@ def backend() -> IdleBackend:
 
 @pytest.fixture
 async def http(backend):
-    async with client_of(create_app(backend, TASK, "org/demo", aliases=("demo",))) as client:
+    async with client_of(create_app(backend, Tasks(speech=TASK), "org/demo", aliases=("demo",))) as client:
         yield client
 
 
@@ -96,7 +96,7 @@ async def test_metrics_read_the_pipeline_when_scraped(http):
 
 async def test_two_servers_in_one_process_count_apart(backend):
     for _ in range(2):
-        async with client_of(create_app(backend, TASK, "org/demo")) as client:
+        async with client_of(create_app(backend, Tasks(speech=TASK), "org/demo")) as client:
             assert (await client.post("/v1/audio/speech", json={})).status_code == 400
             text = (await client.get("/metrics")).text
             assert 'sgl_omni_requests_total{outcome="invalid"} 1.0' in text
@@ -125,7 +125,7 @@ async def test_a_wrong_path_or_method_has_the_one_shape(http, method, path, stat
 
 
 async def test_a_pipeline_that_does_not_speak_has_no_speech_route(backend):
-    async with client_of(create_app(backend, None, "org/demo")) as client:
+    async with client_of(create_app(backend, Tasks(), "org/demo")) as client:
         assert (await client.post("/v1/audio/speech", json={})).status_code == 404
         assert "speech" not in (await client.get("/")).text
 
@@ -151,7 +151,7 @@ def test_an_unknown_host_fails_the_start():
 
 async def test_the_server_leaves_signals_alone_and_frees_its_port(backend):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    server = HttpServer(create_app(backend, TASK, "org/demo"), bind("127.0.0.1", 0))
+    server = HttpServer(create_app(backend, Tasks(speech=TASK), "org/demo"), bind("127.0.0.1", 0))
     running = asyncio.create_task(server.run())
     async with httpx.AsyncClient(base_url=server.url) as client:
         assert (await client.get("/health")).status_code == 200
@@ -163,4 +163,7 @@ async def test_the_server_leaves_signals_alone_and_frees_its_port(backend):
 
 async def test_an_ipv6_address_has_brackets(backend):
     with bind("::1", 0) as sock:
-        assert HttpServer(create_app(backend, TASK, "org/demo"), sock).url == f"http://[::1]:{sock.getsockname()[1]}"
+        assert (
+            HttpServer(create_app(backend, Tasks(speech=TASK), "org/demo"), sock).url
+            == f"http://[::1]:{sock.getsockname()[1]}"
+        )

@@ -12,7 +12,7 @@ import openai
 import pytest
 import soundfile
 
-from sgl_omni.config.tasks import SpeechTask
+from sgl_omni.config.tasks import SpeechTask, Tasks
 from sgl_omni.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -126,7 +126,9 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 async def url(backend: FakeBackend) -> AsyncIterator[str]:
-    server = HttpServer(create_app(backend, TASK, "demo", aliases=("voice-1",)), bind("127.0.0.1", 0), grace=0.2)
+    server = HttpServer(
+        create_app(backend, Tasks(speech=TASK), "demo", aliases=("voice-1",)), bind("127.0.0.1", 0), grace=0.2
+    )
     running = asyncio.create_task(server.run())
     yield server.url
     server.stop()
@@ -142,7 +144,7 @@ async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 async def asgi(backend: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
     """The application without a socket, for what does not depend on one."""
-    app = create_app(backend, TASK, "demo", aliases=("voice-1",))
+    app = create_app(backend, Tasks(speech=TASK), "demo", aliases=("voice-1",))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
@@ -441,7 +443,7 @@ async def test_a_request_that_ends_well_is_never_aborted(http, backend):
 
 async def test_stopping_the_server_aborts_what_outlasts_its_grace(backend):
     backend.script = endless
-    server = HttpServer(create_app(backend, TASK, "demo"), bind("127.0.0.1", 0), grace=0.2)
+    server = HttpServer(create_app(backend, Tasks(speech=TASK), "demo"), bind("127.0.0.1", 0), grace=0.2)
     running = asyncio.create_task(server.run())
     async with httpx.AsyncClient(base_url=server.url) as http:
         listening = asyncio.create_task(http.post("/v1/audio/speech", json=SAY | {"response_format": "wav"}))

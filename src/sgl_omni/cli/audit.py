@@ -147,7 +147,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def _sentences(resolved: ResolvedConfig) -> list[dict[str, Any]]:
     """Each sentence as likely as can be, and drawn with a seed."""
     try:
-        task = None if resolved.model_path is None else resolved.cls.speech_task(resolved.model_path)
+        task = None if resolved.model_path is None else resolved.cls.tasks(resolved.model_path).speech
     except InvalidRequest as error:
         raise StartupError(str(error)) from error
     if task is None:

@@ -20,7 +20,8 @@ from sgl_omni.topology.plan import Plan
 
 if TYPE_CHECKING:
     from sgl_omni.config.schema import PipelineConfig
-    from sgl_omni.config.tasks import SpeechTask
+    from sgl_omni.config.tasks import Tasks
+    from sgl_omni.media.source import MediaSource
     from sgl_omni.runtime.pipeline import Pipeline
 
 log = logging.getLogger("sgl_omni.serve")
@@ -83,6 +84,17 @@ PORT = click.IntRange(0, 65535)
     show_default=True,
     help="Seconds that requests get to end at shutdown.",
 )
+@click.option(
+    "--allowed-media-domain",
+    "allowed_media_domains",
+    multiple=True,
+    help="Host that requests may name in http(s) URLs of media; may be given several times. None by default.",
+)
+@click.option(
+    "--allowed-local-media-path",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder below which requests may name files of media. None by default.",
+)
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -92,6 +104,8 @@ def command(
     port: int,
     platform: str,
     virtual_gpu_memory: str,
+    allowed_media_domains: tuple[str, ...],
+    allowed_local_media_path: Path | None,
     **limits: Any,
 ) -> None:
     """Start a pipeline and its HTTP server.
@@ -104,18 +118,22 @@ def command(
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if config_path is None and model_path is None:
         raise click.UsageError("give --config FILE, --model-path MODEL, or both")
-    plan, task, names = prepare(config_path, model_path, ctx.args, platform, virtual_gpu_memory)
+    plan, tasks, names = prepare(config_path, model_path, ctx.args, platform, virtual_gpu_memory)
     import uvloop
 
-    sys.exit(uvloop.run(serve(plan, task, names, host=host, port=port, **limits)))
+    from sgl_omni.media.source import MediaSource
+
+    media = MediaSource(allowed_media_domains, allowed_local_media_path)
+    sys.exit(uvloop.run(serve(plan, tasks, names, media, host=host, port=port, **limits)))
 
 
 def prepare(
     config_path: Path | None, model_path: str | None, flags: list[str], platform: str, virtual_gpu_memory: str
-) -> tuple[Plan, SpeechTask | None, list[str]]:
+) -> tuple[Plan, Tasks, list[str]]:
     """The plan, what it serves, and the names that requests may give the model."""
     from sgl_omni.config.load import load_config
     from sgl_omni.config.scalars import parse_bytes
+    from sgl_omni.config.tasks import Tasks
     from sgl_omni.gpu.devices import usable_host
     from sgl_omni.models.registry import PipelineRegistry
     from sgl_omni.topology.builder import build_plan
@@ -131,14 +149,14 @@ def prepare(
     plan = build_plan(resolved, host)
     print_layout(plan, host)
     refuse_what_cannot_run(resolved.cls)
-    task = None
+    tasks = Tasks()
     if resolved.model_path is not None:
         try:
-            task = resolved.cls.speech_task(resolved.model_path)
+            tasks = resolved.cls.tasks(resolved.model_path)
         except InvalidRequest as error:
             raise StartupError(str(error)) from error
     given = resolved.config.model_path or plan.name
-    return plan, task, list(dict.fromkeys([given, plan.name]))
+    return plan, tasks, list(dict.fromkeys([given, plan.name]))
 
 
 def refuse_what_cannot_run(cls: type[PipelineConfig]) -> None:
@@ -149,8 +167,9 @@ def refuse_what_cannot_run(cls: type[PipelineConfig]) -> None:
 
 async def serve(
     plan: Plan,
-    task: SpeechTask | None,
+    tasks: Tasks,
     names: list[str],
+    media: MediaSource,
     *,
     host: str,
     port: int,
@@ -170,7 +189,7 @@ async def serve(
     pipeline = Pipeline(
         plan, max_in_flight=max_in_flight, request_timeout=request_timeout, startup_timeout=startup_timeout
     )
-    http = HttpServer(create_app(pipeline, task, names[0], aliases=names[1:]), sock, grace=1.0)
+    http = HttpServer(create_app(pipeline, tasks, names[0], aliases=names[1:], media=media), sock, grace=1.0)
     _on_signals(stopping, pipeline, http.kill)
     serving = asyncio.create_task(http.run())
     try:

@@ -20,7 +20,7 @@ from sgl_omni.config.scalars import (
     Text,
     choice,
 )
-from sgl_omni.config.tasks import SpeechTask
+from sgl_omni.config.tasks import Tasks
 from sgl_omni.errors import StartupError
 
 
@@ -167,6 +167,6 @@ class PipelineConfig(_Section):
         return model_path
 
     @classmethod
-    def speech_task(cls, model_path: str) -> SpeechTask | None:
-        """What ``/v1/audio/speech`` needs to know, or None where the pipeline does not answer it."""
-        return None
+    def tasks(cls, model_path: str) -> Tasks:
+        """What the pipeline serves with this checkpoint. Raises ``InvalidRequest`` where it cannot be read."""
+        return Tasks()

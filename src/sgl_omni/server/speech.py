@@ -18,6 +18,7 @@ from sgl_omni.config.tasks import SpeechTask
 from sgl_omni.errors import OmniError
 from sgl_omni.server.backend import Backend, Payload, RequestHandle
 from sgl_omni.server.errors import omni_error_body
+from sgl_omni.server.json_body import openapi_of
 from sgl_omni.server.metrics import Measurement, Metrics
 from sgl_omni.server.speech_request import CreateSpeech, SpeechCall, read_speech_call
 from sgl_omni.server.streaming import PipelineResponse
@@ -35,7 +36,7 @@ def speech_router(
     """The routes of a pipeline that speaks. ``models`` are the names it answers to, its own first."""
     router = APIRouter(tags=["audio"])
 
-    @router.post("/v1/audio/speech", openapi_extra=_openapi())
+    @router.post("/v1/audio/speech", openapi_extra=openapi_of(CreateSpeech))
     async def create_speech(request: Request) -> Response:
         """Speaks a text.
 
@@ -121,8 +122,3 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
 
 def error_event(error: OmniError) -> bytes:
     return event({"type": "error", **omni_error_body(error)}, name="error")
-
-
-def _openapi() -> dict[str, Any]:
-    content = {"application/json": {"schema": CreateSpeech.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from starlette.exceptions import HTTPException
+from pydantic import Field, field_validator
 from starlette.requests import Request
 
 from sgl_omni.audio.encode import available_formats, check_format
 from sgl_omni.config.tasks import SpeechTask
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.server.errors import ModelNotFound
+from sgl_omni.server.json_body import SHOWN_CHARACTERS, Body, Count, Int, check_model, read_body
 
 OPENAI_VOICES = frozenset(
     ["alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse"]
@@ -25,14 +22,9 @@ OPENAI_VOICES = frozenset(
 # FLAC states its length up front and common readers refuse one that does not, so it streams only when asked to.
 WHOLE_BY_DEFAULT = frozenset({"flac"})
 
-Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Count = Annotated[int, Field(ge=1, lt=2**31)]
 
-
-class CreateSpeech(BaseModel):
+class CreateSpeech(Body):
     """OpenAI's request, and five fields of our own. A null counts as not given."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     model: str
     input: str
@@ -58,13 +50,6 @@ class CreateSpeech(BaseModel):
 SAMPLING_FIELDS = ("seed", "temperature", "top_k", "max_new_tokens")
 
 
-NAMED_MISTAKES = 10
-"""Wrong fields that one refusal explains: a body of a million of them must not keep the server busy."""
-
-SHOWN_CHARACTERS = 100
-"""What is quoted of a caller's own text."""
-
-
 @dataclass(frozen=True, slots=True)
 class SpeechCall:
     """A valid request: the entry stage's payload, and how the audio travels."""
@@ -77,32 +62,12 @@ class SpeechCall:
 
 async def read_speech_call(request: Request, task: SpeechTask, models: Sequence[str]) -> SpeechCall:
     """Reads and checks the body. Raises ``InvalidRequest``, or ``HTTPException`` for what is not JSON at all."""
-    content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise HTTPException(415, f"the body must be application/json, not {content_type or 'untyped'}")
-    return speech_call(parse_speech(await request.body()), task, models)
-
-
-def parse_speech(body: bytes) -> CreateSpeech:
-    """Raises ``InvalidRequest`` for malformed JSON, and for wrong fields, all of them named."""
-    if not body.strip():
-        raise InvalidRequest("the request body is empty; send a JSON object")
-    try:
-        fields = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise InvalidRequest(f"the request body must be a JSON object, not {type(fields).__name__}")
-    try:
-        return CreateSpeech.model_validate({key: value for key, value in fields.items() if value is not None})
-    except ValidationError as error:
-        raise _invalid(error) from None
+    return speech_call(await read_body(request, CreateSpeech), task, models)
 
 
 def speech_call(asked: CreateSpeech, task: SpeechTask, models: Sequence[str]) -> SpeechCall:
     """Checks the request against what is served. Raises ``InvalidRequest`` that names the field."""
-    if asked.model not in models:
-        raise ModelNotFound(f"model {asked.model[:SHOWN_CHARACTERS]!r} is not served here; use {models[0]!r}", "model")
+    check_model(asked.model, models)
     _check_input(asked.input, task.max_input_characters)
     format = _default_format(task.sample_rate) if asked.response_format is None else asked.response_format
     check_format(format, task.sample_rate)
@@ -137,20 +102,3 @@ def _check_input(text: str, limit: int) -> None:
 
 def _default_format(sample_rate: int) -> str:
     return "mp3" if "mp3" in available_formats(sample_rate) else "wav"
-
-
-def _invalid(error: ValidationError) -> InvalidRequest:
-    found = [(str(each["loc"][0]), each["type"], each["msg"]) for each in error.errors(include_url=False)]
-    message = "; ".join(_explain(*each) for each in found[:NAMED_MISTAKES])
-    more = len(found) - NAMED_MISTAKES
-    return InvalidRequest(f"{message}; and {more} more" if more > 0 else message, found[0][0][:SHOWN_CHARACTERS])
-
-
-def _explain(field: str, kind: str, message: str) -> str:
-    if kind == "missing":
-        return f"{field} is required"
-    if kind == "extra_forbidden":
-        nearest = difflib.get_close_matches(field[:SHOWN_CHARACTERS], CreateSpeech.model_fields, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        return f"{field[:SHOWN_CHARACTERS]!r} is not a field of this request{hint}"
-    return f"{field}: {message[0].lower()}{message[1:]}"

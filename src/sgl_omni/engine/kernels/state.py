@@ -179,8 +179,10 @@ def _add_arrived(
     arrived = output < tl.load(counts + row)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width
-    value = tl.load(ring + (row * PLACES + output % PLACES) * width + d, mask=inside & arrived, other=0.0)
-    value += tl.load(fallback + row * width + d, mask=inside & (output >= tl.load(counts + row)), other=0.0)
+    value = tl.load(
+        ring + (row * PLACES + output % PLACES) * width + d, mask=d < tl.where(arrived, width, 0), other=0.0
+    )
+    value += tl.load(fallback + row * width + d, mask=d < tl.where(arrived, 0, width), other=0.0)
     at = x + i * width + d
     tl.store(at, tl.load(at, mask=inside, other=0.0) + value, mask=inside)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
-from sgl_omni.config.tasks import SpeechTask
+from sgl_omni.config.tasks import SpeechTask, Tasks
 from sgl_omni.models.demo_voice.spec import MODEL_ID, VoiceSpec, resolve_folder
 
 _STAGES = "sgl_omni.models.demo_voice.stages"
@@ -49,6 +49,8 @@ class DemoVoicePipelineConfig(PipelineConfig):
         return str(resolve_folder(model_path))
 
     @classmethod
-    def speech_task(cls, model_path: str) -> SpeechTask | None:
+    def tasks(cls, model_path: str) -> Tasks:
         spec = VoiceSpec.load(resolve_folder(model_path))
-        return SpeechTask(voices=spec.voices, default_voice=spec.default_voice, sample_rate=spec.sample_rate)
+        return Tasks(
+            speech=SpeechTask(voices=spec.voices, default_voice=spec.default_voice, sample_rate=spec.sample_rate)
+        )

@@ -1,0 +1,128 @@
+"""A model's folder, found and checked before any process starts. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sgl_omni.errors import InvalidRequest
+
+_TOKENIZERS = ("tokenizer.json", "vocab.json")
+
+
+def find_folder(model_path: str) -> Path:
+    """The folder itself, or where a Hugging Face id was downloaded to. Raises ``InvalidRequest`` for neither.
+
+    Nothing is downloaded: a server that starts must not wait for the network.
+    """
+    folder = Path(model_path)
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.is_dir():
+        raise InvalidRequest(f"{folder} holds no config.json", param="model_path")
+    cached = _cached(model_path)
+    if cached is not None:
+        return cached
+    raise InvalidRequest(
+        f"model_path {model_path!r} is neither a folder nor a downloaded model; "
+        f"download it with `hf download {model_path}`, or give the folder",
+        param="model_path",
+    )
+
+
+def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """Raises ``InvalidRequest`` that names the file where it is absent, malformed or no object."""
+    try:
+        found = json.loads((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{folder / name} cannot be read: {error}", param="model_path") from error
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{folder / name} is not a JSON object", param="model_path")
+    return found
+
+
+def check_folder(
+    folder: Path,
+    architectures: Collection[str],
+    *,
+    tokenizer: bool = True,
+    weights: Sequence[str] = ("",),
+    fields: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The folder's ``config.json``, after a look at all that a start needs of it.
+
+    ``weights`` are the sub-folders with safetensors; ``fields`` are dotted paths that the config must have. Headers
+    and lengths of the weights are read, not their data. Raises ``InvalidRequest`` that names file and field.
+    """
+    config = read_json(folder)
+    found = config.get("architectures")
+    if not isinstance(found, list) or not set(architectures) & set(map(str, found)):
+        raise InvalidRequest(
+            f"{folder / 'config.json'}: architectures is {found}, not one of {', '.join(sorted(architectures))}",
+            param="model_path",
+        )
+    for field in fields:
+        require(config, field, folder / "config.json")
+    if tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise InvalidRequest(f"{folder} holds no tokenizer: neither {' nor '.join(_TOKENIZERS)}", param="model_path")
+    for part in weights:
+        check_weights(folder / part)
+    return config
+
+
+def require(config: Mapping[str, Any], field: str, file: Path) -> Any:
+    """The value at a dotted path. Raises ``InvalidRequest`` that names file and field where it is absent."""
+    value: Any = config
+    for part in field.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise InvalidRequest(f"{file} lacks the field {field}", param="model_path")
+        value = value[part]
+    return value
+
+
+def check_weights(folder: Path) -> None:
+    """Raises ``InvalidRequest`` that names the file where weights are missing, truncated or no safetensors."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        names = read_json(folder, index.name).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise InvalidRequest(f"{index} lacks the field weight_map", param="model_path")
+        files = [folder / str(name) for name in sorted(set(names.values()))]
+    else:
+        files = [single]
+    for file in files:
+        _check_file(file)
+
+
+def _check_file(file: Path) -> None:
+    """A safetensors file begins with the length of its header, and the header says where the data ends."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if not 2 <= length <= size - 8:
+                raise ValueError(f"its header would take {length} of {size} bytes")
+            header = json.loads(opened.read(length))
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    except FileNotFoundError as error:
+        raise InvalidRequest(f"{file} is missing", param="model_path") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidRequest(f"{file} is no safetensors file: {error}", param="model_path") from error
+    if 8 + length + end != size:
+        raise InvalidRequest(
+            f"{file} has {size} bytes, and its header tells of {8 + length + end}: it is truncated or damaged",
+            param="model_path",
+        )
+
+
+def _cached(model_id: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model_id, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
