@@ -118,9 +118,11 @@ def _check_file(file: Path) -> None:
 
 
 def _cached(model_id: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ModuleNotFoundError:  # it comes with the extra `models`, without which nothing was downloaded by it
+        return None
     try:
         found = try_to_load_from_cache(model_id, "config.json")
     except HFValidationError:

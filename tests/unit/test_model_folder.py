@@ -1,0 +1,82 @@
+"""A model's folder is checked before anything starts, and what is wrong is named by file and field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from sgl_omni.errors import InvalidRequest
+from sgl_omni.models.folder import check_folder, find_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = {"architectures": ["TinyModel"], "audio": {"rate": 16000}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    save_file({"a": np.zeros(100, np.float32)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def refused(folder: Path, **options: object) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        check_folder(folder, ["TinyModel"], **options)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_a_whole_folder_passes(folder: Path) -> None:
+    assert find_folder(str(folder)) == folder
+    assert check_folder(folder, ["TinyModel", "Other"], fields=["audio.rate"])["audio"] == {"rate": 16000}
+
+
+def test_what_is_absent_is_named(folder: Path, tmp_path: Path) -> None:
+    assert "config.json lacks the field audio.width" in refused(folder, fields=["audio.rate", "audio.width"])
+    assert "codec/model.safetensors is missing" in refused(folder, weights=["", "codec"])
+    (folder / "tokenizer.json").unlink()
+    assert "tokenizer.json" in refused(folder)
+    check_folder(folder, ["TinyModel"], tokenizer=False)
+    with pytest.raises(InvalidRequest, match="hf download org/name"):
+        find_folder("org/name")
+    (folder / "config.json").unlink()
+    with pytest.raises(InvalidRequest, match=r"holds no config\.json"):
+        find_folder(str(folder))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null", "\udcff"])
+def test_a_config_that_is_no_object_is_named(folder: Path, text: str) -> None:
+    (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert str(folder / "config.json") in refused(folder)
+
+
+@pytest.mark.parametrize("found", [["Llama"], [], None, "TinyModel", [1]])
+def test_another_architecture_is_named(folder: Path, found: object) -> None:
+    (folder / "config.json").write_text(json.dumps({"architectures": found}))
+    assert "TinyModel" in refused(folder) and str(found) in refused(folder)
+
+
+@pytest.mark.parametrize("cut", [0, 4, 20, 200])
+def test_a_truncated_file_is_named(folder: Path, cut: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    assert str(file) in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "data", [b"x" * 500, (8).to_bytes(8, "little") + b"[1,2,3] ", (2).to_bytes(8, "little") + b"{}x"]
+)
+def test_a_file_of_something_else_is_named(folder: Path, data: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(data)
+    assert str(folder / "model.safetensors") in refused(folder)
+
+
+def test_shards_are_checked_by_their_index(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    save_file({"a": np.zeros(1, np.float32)}, folder / "one.safetensors")
+    assert "two.safetensors is missing" in refused(folder)
+    index.write_text("{}")
+    assert "weight_map" in refused(folder)
