@@ -38,7 +38,8 @@ class ChatTask:
     its frames), ``media`` (a list of files as bytes), ``modalities`` (``["text"]`` or ``["text", "audio"]``),
     ``voice``, and where the caller gave them ``temperature``, ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``,
     ``max_new_tokens``, ``stop`` (a list of texts), ``ignore_eos`` and ``template`` (a dict for the chat template). For
-    ``/v1/completions`` it takes ``prompt`` (str, or a list of ids) in place of ``messages``.
+    ``/v1/completions`` it takes ``prompt`` (str, or a list of ids) in place of ``messages``. ``stream`` is false where
+    nobody reads the text before its end, so that ``text_output`` need not stream any.
 
     The stage ``text_output`` streams chunks ``{"text": str}`` and ends with ``{"text", "finish_reason": "stop" |
     "length", "input_tokens", "output_tokens"}``; ``audio_output`` is as a speech task's terminal stage.
