@@ -53,13 +53,15 @@ class DeviceRows:
         device: torch.device | str,
         *,
         seen_vocabulary: int = 0,
+        seen_prompt: bool = False,
         added_places: int = 0,
         inputs_like: Tensor | None = None,
     ) -> None:
-        """``seen_vocabulary``: ids of column 0 that are remembered. ``added_places``: arriving rows that are kept ready
-        for each request, of the kind of ``inputs_like`` [1, hidden]."""
+        """``seen_vocabulary``: ids of column 0 that are remembered, of outputs, and with ``seen_prompt`` of prompts.
+        ``added_places``: arriving rows that are kept ready for each request, of the kind of ``inputs_like`` [1, hidden].
+        """
         self.padding = rows
-        self.seen = SeenRows(rows + 1, seen_vocabulary, device) if seen_vocabulary else None
+        self.seen = SeenRows(rows + 1, seen_vocabulary, device, prompts=seen_prompt) if seen_vocabulary else None
         self.added = None if inputs_like is None else AddedRows(rows + 1, added_places, inputs_like)
         self.fields = torch.zeros(rows + 1, len(Field) + columns, dtype=torch.int32, device=device)
         """[rows + 1, fields, then the ids of the last output]"""

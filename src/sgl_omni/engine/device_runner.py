@@ -80,6 +80,7 @@ class DeviceRunner:
             cache.num_pages - 1,
             cache.device,
             seen_vocabulary=model.seen_vocabulary,
+            seen_prompt=model.seen_prompt,
             added_places=_ADDED_PLACES,
             inputs_like=_inputs_like(model) if takes_inputs else None,
         )

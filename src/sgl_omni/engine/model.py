@@ -42,6 +42,9 @@ class StepModel(ABC):
     seen_vocabulary: int = 0
     """Ids of column 0 that device rows remember for ``rule_rows``; 0 for none."""
 
+    seen_prompt: bool = False
+    """Whether those of a prompt of ids count among them, or outputs only."""
+
     @property
     def asks_host(self) -> bool:
         """Whether rules of the model look at requests and have no counterpart for device rows, where it cannot run."""

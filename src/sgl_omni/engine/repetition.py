@@ -19,9 +19,13 @@ def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     return torch.where(seen, torch.where(logits < 0, logits * factor, logits / factor), logits)
 
 
-def seen_ids(requests: Sequence[Request], vocabulary: int, device: torch.device | str) -> Tensor:
-    """Which ids each request has put out in column 0: bool [n, vocabulary]."""
+def seen_ids(
+    requests: Sequence[Request], vocabulary: int, device: torch.device | str, *, prompts: bool = False
+) -> Tensor:
+    """Which ids each request has put out in column 0, or with ``prompts`` had in its prompt: bool [n, vocabulary]."""
     seen = torch.zeros(len(requests), vocabulary, dtype=torch.bool)
     for row, request in enumerate(requests):
         seen[row, [output[0] for output in request.outputs]] = True
+        if prompts and request.prompt.ids is not None:
+            seen[row, request.prompt.ids[:, 0]] = True
     return seen.to(device)

@@ -24,7 +24,9 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 class SeenRows:
     """Which ids each request has had in column 0, for those whose repetition is penalised."""
 
-    def __init__(self, rows: int, vocabulary: int, device: torch.device | str) -> None:
+    def __init__(self, rows: int, vocabulary: int, device: torch.device | str, *, prompts: bool = False) -> None:
+        """``prompts``: the ids of a request's prompt count too."""
+        self._prompts = prompts
         self.flags = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)
         """[rows, vocabulary]"""
         self._begun: list[int] = []
@@ -36,6 +38,8 @@ class SeenRows:
         if request.sampling.repetition_penalty != 1:
             base = request.row * self.flags.shape[1]
             self._said += [base + output[0] for output in request.outputs]
+            if self._prompts and request.prompt.ids is not None:
+                self._said += (request.prompt.ids[:, 0] + base).tolist()
 
     def flush(self) -> None:
         device = self.flags.device

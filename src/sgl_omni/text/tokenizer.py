@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from sgl_omni.errors import InvalidRequest, StartupError
 
 _REPLACEMENT = "\ufffd"
+_LONGEST_WAIT = 64
+"""Tokens that a character may take to become whole. A real one takes four; noise would wait for ever."""
 
 
 class TextTokenizer:
@@ -28,12 +31,17 @@ class TextTokenizer:
             )
         try:
             return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        except Exception as error:  # tokenizers raises bare ones for a damaged file
             raise StartupError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """Special tokens that the text spells are taken as such; none are added."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def encode_document(self, text: str) -> list[int]:
+        """As ``encode``, with what the tokenizer puts before a text of its own: Llama's mark of the beginning, say."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True)
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
@@ -61,12 +69,16 @@ class TextTokenizer:
     def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """The conversation as the checkpoint's template writes it, with the header of the answer.
 
-        Raises ``InvalidRequest`` for a conversation that the template refuses, ``StartupError`` where there is none.
+        ``options`` are variables of the template. Raises ``InvalidRequest`` for a conversation or for options that
+        cannot be, and where the checkpoint has no template.
         """
         from jinja2 import TemplateError
 
         if not self._tokenizer.chat_template:
-            raise StartupError("this checkpoint's tokenizer has no chat template; use /v1/completions")
+            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
+        taken = sorted(options.keys() & inspect.signature(self._tokenizer.apply_chat_template).parameters.keys())
+        if taken:
+            raise InvalidRequest(f"the chat template's options may not set {', '.join(taken)}", "chat_template_kwargs")
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **options
@@ -77,27 +89,33 @@ class TextTokenizer:
 
 
 class Detokenizer:
-    """Tokens of one answer to text, as they come. A character whose bytes are not all there yet waits."""
+    """Tokens of one answer to text, as they come. A character whose bytes are not all there yet waits.
+
+    All that ``feed`` and ``end`` return is, put together, what the tokenizer makes of all tokens at once.
+    """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._start = 0  # text before this token is known; some of what follows is decoded again, for its spaces
+        self._start = 0  # some tokens whose text is known are decoded again, for the spaces of those that follow
         self._known = 0
+        self._before = ""
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that is certain now and was not."""
         self._ids.extend(ids)
-        before = self._tokenizer.decode(self._ids[self._start : self._known])
         text = self._tokenizer.decode(self._ids[self._start :])
-        if len(text) <= len(before) or text.endswith(_REPLACEMENT):
+        waiting = text.endswith(_REPLACEMENT) and len(self._ids) - self._known < _LONGEST_WAIT
+        if len(text) <= len(self._before) or waiting:
             return ""
-        self._start, self._known = self._known, len(self._ids)
-        return text[len(before) :]
+        return self._advance(text)
 
     def end(self) -> str:
         """What is left: an answer that broke off within a character ends with a replacement character."""
-        before = self._tokenizer.decode(self._ids[self._start : self._known])
-        text = self._tokenizer.decode(self._ids[self._start :])
-        self._start = self._known = len(self._ids)
-        return text[len(before) :]
+        return self._advance(self._tokenizer.decode(self._ids[self._start :]))
+
+    def _advance(self, text: str) -> str:
+        new = text[len(self._before) :]
+        self._start, self._known = self._known, len(self._ids)
+        self._before = self._tokenizer.decode(self._ids[self._start : self._known])
+        return new

@@ -1,0 +1,36 @@
+"""The device side: a decoder with one head, and the repetition penalty over all that a request has in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.model import CausalModel
+from sgl_omni.engine.repetition import penalise, seen_ids
+from sgl_omni.engine.request import Request
+from sgl_omni.engine.row_state import RowState
+
+
+class TextModel(CausalModel):
+    """A ``CausalModel`` whose repetition penalty counts the prompt too, as language models are used to."""
+
+    seen_prompt = True
+
+    def __init__(self, config: DecoderConfig, **options: Any) -> None:
+        """``options``: those of ``CausalModel``."""
+        super().__init__(config, **options)
+        self.seen_vocabulary = config.vocab_size
+
+    def rule(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+        penalties = [request.sampling.repetition_penalty for request in requests]
+        if all(penalty == 1 for penalty in penalties):
+            return logits
+        seen = seen_ids(requests, logits.shape[-1], logits.device, prompts=True)
+        return penalise(logits[:, 0], seen, torch.tensor(penalties, device=logits.device))[:, None]
+
+    def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
+        return penalise(logits[:, 0], state.seen, state.penalties)[:, None]

@@ -1,0 +1,86 @@
+"""The factories of a language model's stages. This module imports no torch, so that the host's stages start fast."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sgl_omni.errors import StartupError
+from sgl_omni.models.folder import read_json
+from sgl_omni.models.text_llm.decode import TextDecoder
+from sgl_omni.models.text_llm.generation import GenerationDefaults
+from sgl_omni.models.text_llm.preprocess import TextPreprocessor
+from sgl_omni.runtime.stage import EngineStage, FunctionStage, StreamStage
+from sgl_omni.text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from sgl_omni.engine.shard import Shard
+    from sgl_omni.engine.weights import WeightStore
+
+_POOL_SIZES = ("max_total_tokens", "kv_cache_bytes", "mem_fraction_static", "budget_bytes")
+_CPU_TOKENS = 4096
+"""The KV pool on a CPU where nothing says how large it is."""
+
+
+def create_preprocessing(model_path: str) -> FunctionStage:
+    """A conversation or a text to token ids and options."""
+    folder = Path(model_path)
+    return FunctionStage(TextPreprocessor(TextTokenizer.load(folder), GenerationDefaults.load(folder)))
+
+
+def create_llm(
+    model_path: str,
+    gpu_id: int | None = None,
+    device: str = "cpu",
+    engine: dict[str, Any] | None = None,
+    weights: WeightStore | None = None,
+    budget_bytes: int | None = None,
+    shard: Shard | None = None,
+    num_threads: int | None = None,
+) -> EngineStage:
+    """Token ids to token ids. ``num_threads``: of each step on a CPU; torch's own choice if left out."""
+    import torch
+
+    from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
+    from sgl_omni.engine.task import InputSpec
+    from sgl_omni.engine.weights import SharePolicy
+    from sgl_omni.models.text_llm.model import TextModel
+    from sgl_omni.models.text_llm.task import TextTask
+
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    folder, asked = Path(model_path), engine or {}
+    settings = EngineSettings.parse(asked, budget_bytes=budget_bytes)
+    if device == "cpu" and not any(getattr(settings, key) for key in _POOL_SIZES):
+        settings = replace(settings, max_total_tokens=_CPU_TOKENS)
+    policy = SharePolicy(str(read_json(folder)["architectures"][0]))
+    dtype = _dtype(asked.get("dtype"), device)
+    model = TextModel.load(folder, device, dtype, weights=weights, policy=policy, shard=shard)
+    config = model.config
+    task = TextTask(
+        InputSpec(vocab_sizes=(config.vocab_size,), hidden_size=config.hidden_size),
+        TextTokenizer.load(folder),
+        eos_ids=GenerationDefaults.load(folder).eos_ids,
+        pool_tokens=settings.pages(model.kv_shape, model.device) * settings.page_size,
+        max_positions=config.max_positions,
+    )
+    return EngineStage(AutoregressiveEngine.build(model, task, settings, max_positions=config.max_positions))
+
+
+def create_decode(model_path: str) -> StreamStage[Any]:
+    """Token ids to text."""
+    return TextDecoder(TextTokenizer.load(Path(model_path)))
+
+
+def _dtype(asked: str | None, device: str) -> torch.dtype:
+    import torch
+
+    if asked is None:
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if asked not in known:
+        raise StartupError(f"engine.dtype {asked!r} is not one of {', '.join(known)}")
+    return known[asked]

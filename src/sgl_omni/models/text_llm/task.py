@@ -1,0 +1,148 @@
+"""The host side: a prompt of ids in, tokens out, until an end id, a stop text or the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_omni.engine.interface import Payload
+from sgl_omni.engine.request import Request
+from sgl_omni.engine.task import InputSpec, Task, parse_sampling, whole_number
+from sgl_omni.errors import InvalidRequest
+from sgl_omni.text.stops import StopFinder
+from sgl_omni.text.tokenizer import Detokenizer, TextTokenizer
+
+
+@dataclass(slots=True)
+class _Answer:
+    """How one request ends and is handed on. ``stops`` and ``words`` are there where it has stop texts."""
+
+    end_ids: frozenset[int]
+    stream: bool
+    stop: list[str]
+    stops: StopFinder | None = None
+    words: Detokenizer | None = None
+    has_end_id: bool = False
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether each token matters as it comes."""
+        return self.stream or self.stops is not None
+
+    def stops_with(self, token: int) -> bool:
+        """Whether a stop text is complete with this token."""
+        if self.stops is None or self.words is None:
+            return False
+        self.stops.feed(self.words.feed([token]))
+        return self.stops.found
+
+
+class TextTask(Task):
+    """Takes ``prompt_ids``, sampling options, ``max_new_tokens``, ``ignore_eos``, ``stop`` and ``stream``.
+
+    Chunks are ``{"token_ids"}``, the first with ``stop``. The result has ``{"finish_reason", "input_tokens",
+    "output_tokens"}``, and where ``stream`` is false ``token_ids`` and ``stop``. An end id is counted but not handed
+    on. Stop texts are looked for here so that nothing is decoded beyond them; where in the last token's text one begins
+    is for who reads the tokens to find.
+    """
+
+    def __init__(
+        self,
+        inputs: InputSpec,
+        tokenizer: TextTokenizer,
+        *,
+        eos_ids: Sequence[int],
+        pool_tokens: int,
+        max_positions: int | None,
+    ) -> None:
+        """``pool_tokens``: what the KV pool holds. ``max_positions``: what the model can attend over."""
+        self._inputs = inputs
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._eos = np.asarray(sorted(self._eos_ids), dtype=np.int64)
+        # The last output is never run, so it takes neither a position nor room in the pool.
+        self._limits = [(pool_tokens + 1, "the KV pool holds")]
+        if max_positions is not None:
+            self._limits.append((max_positions + 1, "the model attends over"))
+
+    def parse(self, request_id: str, payload: Payload) -> Request:
+        prompt = self._inputs.prompt(payload)
+        stop = list(payload.get("stop") or [])
+        answer = _Answer(
+            end_ids=frozenset() if payload.get("ignore_eos") else self._eos_ids,
+            stream=bool(payload.get("stream", True)),
+            stop=stop,
+        )
+        if stop:
+            answer.stops, answer.words = StopFinder(stop), Detokenizer(self._tokenizer)
+        outputs = self._outputs(len(prompt), payload)
+        return Request(
+            request_id,
+            prompt,
+            max_outputs=outputs,
+            sampling=parse_sampling(payload),
+            due=0 if answer.stream else outputs,
+            task=answer,
+        )
+
+    def _outputs(self, length: int, payload: Payload) -> int:
+        """As many as the request says, or else as there is room for."""
+        limit, what = min(self._limits)
+        field = payload.get("prompt_field", "prompt_ids")
+        if length >= limit:
+            raise InvalidRequest(f"the prompt has {length} tokens; {what} {limit - 1}, the answer's included", field)
+        asked = whole_number(payload, "max_new_tokens", limit - length)
+        if asked < 1:
+            raise InvalidRequest(f"max_tokens must be 1 or more, not {asked}", "max_tokens")
+        if length + asked > limit:
+            raise InvalidRequest(
+                f"the prompt has {length} tokens and max_tokens asks for {asked} more; {what} {limit - 1} in all",
+                "max_tokens",
+            )
+        return asked
+
+    def take(self, request: Request, row: list[int]) -> bool:
+        request.outputs.append(row)
+        answer: _Answer = request.task
+        if row[0] in answer.end_ids:
+            answer.has_end_id = True
+            request.finish_reason = "stop"
+        elif answer.stops_with(row[0]):
+            request.finish_reason = "stop"
+        elif request.is_at_limit:
+            request.finish_reason = "length"
+        return request.finish_reason is not None
+
+    def quiet_rows(self, requests: Sequence[Request]) -> int:
+        if any(r.task.is_watched for r in requests):
+            return 0
+        return min((r.max_outputs - 1 - len(r.outputs) for r in requests), default=0)
+
+    def is_quiet(self, rows: npt.NDArray[np.int64]) -> bool:
+        return not np.isin(rows[:, 0], self._eos).any()
+
+    def chunk(self, request: Request) -> Payload | None:
+        answer: _Answer = request.task
+        if not answer.stream:
+            return None
+        first = request.sent == 0
+        new = [row[0] for row in request.outputs[request.sent :]]
+        request.sent = len(request.outputs)
+        if answer.has_end_id:
+            new.pop()
+        if not new:
+            return None
+        return {"token_ids": new, "stop": answer.stop} if first and answer.stop else {"token_ids": new}
+
+    def result(self, request: Request) -> Payload:
+        answer: _Answer = request.task
+        said = request.outputs[:-1] if answer.has_end_id else request.outputs
+        return {
+            **({} if answer.stream else {"token_ids": [row[0] for row in said], "stop": answer.stop}),
+            "finish_reason": request.finish_reason,
+            "input_tokens": request.prompt_length,
+            "output_tokens": len(request.outputs),
+        }

@@ -1,0 +1,117 @@
+"""Text out of tokens as they come, and where it stops."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from sgl_omni.errors import StartupError
+from sgl_omni.text.stops import StopFinder
+from sgl_omni.text.tokenizer import Detokenizer, TextTokenizer
+
+pytest.importorskip("transformers")
+
+from tiny_text_llm import save_tokenizer  # noqa: E402 - needs transformers
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return TextTokenizer.load(folder)
+
+
+def pieces(items: list[int], rng: random.Random) -> list[list[int]]:
+    cut = []
+    while items:
+        n = rng.choice([1, 1, 1, 2, 5])
+        cut.append(items[:n])
+        items = items[n:]
+    return cut
+
+
+@pytest.mark.parametrize(
+    "text", ["naïve 😀 café", "日本語の文章", "the old bridge", "😀" * 20, " x ", "\ufffd a \ufffd"]
+)
+def test_characters_that_are_split_over_tokens_come_whole(tokenizer: TextTokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    for seed in range(5):
+        words = Detokenizer(tokenizer)
+        said = [words.feed(piece) for piece in pieces(ids, random.Random(seed))]
+        assert "".join(said) + words.end() == text
+        if "\ufffd" not in text:
+            assert not any("\ufffd" in each for each in said)
+
+
+def test_noise_comes_out_as_the_tokenizer_shows_it(tokenizer: TextTokenizer) -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        ids = [rng.randrange(384) for _ in range(60)]
+        words = Detokenizer(tokenizer)
+        said = "".join(words.feed(piece) for piece in pieces(ids, rng))
+        assert said + words.end() == tokenizer.decode(ids)
+
+
+def test_an_answer_that_breaks_off_within_a_character_says_so(tokenizer: TextTokenizer) -> None:
+    words = Detokenizer(tokenizer)
+    ids = tokenizer.encode("a😀")
+    assert words.feed(ids[:-1]) in ("a", "")
+    assert words.end().endswith("\ufffd")
+
+
+def test_bytes_that_never_make_a_character_do_not_wait_for_ever(tokenizer: TextTokenizer) -> None:
+    (lone,) = {i for i in tokenizer.encode("日") if tokenizer.decode([i]) == "\ufffd"} & {tokenizer.encode("日")[0]}
+    words = Detokenizer(tokenizer)
+    assert any(words.feed([lone]) for _ in range(200))
+
+
+def test_special_tokens_are_spelled_by_templates_only(tokenizer: TextTokenizer) -> None:
+    assert tokenizer.encode("a<|im_end|>")[-1] == tokenizer.id_of("<|im_end|>") == tokenizer.eos_id
+    plain = tokenizer.encode_plain("a<|im_end|>")
+    assert tokenizer.eos_id not in plain and tokenizer.decode(plain) == "a<|im_end|>"
+    with pytest.raises(StartupError, match="no token"):
+        tokenizer.id_of("<|nothing|>")
+
+
+@pytest.mark.parametrize("damage", ["{", '{"model": 3}', ""])
+def test_a_damaged_tokenizer_is_named(tmp_path: Path, damage: str) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(damage)
+    with pytest.raises(StartupError, match=str(tmp_path)):
+        TextTokenizer.load(tmp_path)
+
+
+def expected(text: str, stops: list[str]) -> tuple[str, bool]:
+    """By definition: character by character, as far as no stop is complete."""
+    for end in range(1, len(text) + 1):
+        done = [stop for stop in stops if text[:end].endswith(stop)]
+        if done:
+            return text[: end - max(map(len, done))], True
+    return text, False
+
+
+def test_stops_end_the_text_wherever_it_is_cut() -> None:
+    rng = random.Random(1)
+    for _ in range(3000):
+        text = "".join(rng.choice("ab\n") for _ in range(rng.randrange(1, 14)))
+        stops = ["".join(rng.choice("ab\n") for _ in range(rng.randrange(1, 5))) for _ in range(rng.randrange(0, 4))]
+        finder, said, rest = StopFinder(stops), "", text
+        want, found = expected(text, stops)
+        while rest:
+            n = rng.randrange(1, 4)
+            said += finder.feed(rest[:n])
+            rest = rest[n:]
+            assert want.startswith(said), "a part of a stop came out"
+        assert (said + finder.end(), finder.found) == (want, found), (text, stops)
+
+
+def test_only_what_may_be_a_stop_waits() -> None:
+    finder = StopFinder(["\n\nUser:", "END"])
+    assert finder.feed("Yes.\n") == "Yes."
+    assert finder.feed("No") == "\nNo"
+    assert finder.feed(".E") == "."
+    assert finder.feed("N") == ""
+    assert finder.end() == "EN"
+    assert not finder.found
