@@ -13,7 +13,7 @@ from sgl_omni.text.tokenizer import Detokenizer, TextTokenizer
 
 pytest.importorskip("transformers")
 
-from tiny_text_llm import save_tokenizer  # noqa: E402 - needs transformers
+from tiny_text_llm import save_tokenizer
 
 
 @pytest.fixture(scope="module")

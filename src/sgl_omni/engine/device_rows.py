@@ -58,7 +58,8 @@ class DeviceRows:
         inputs_like: Tensor | None = None,
     ) -> None:
         """``seen_vocabulary``: ids of column 0 that are remembered, of outputs, and with ``seen_prompt`` of prompts.
-        ``added_places``: arriving rows that are kept ready for each request, of the kind of ``inputs_like`` [1, hidden].
+        ``added_places``: arriving rows that are kept ready for each request, of the kind of ``inputs_like``
+        [1, hidden].
         """
         self.padding = rows
         self.seen = SeenRows(rows + 1, seen_vocabulary, device, prompts=seen_prompt) if seen_vocabulary else None

@@ -10,6 +10,8 @@ from sgl_omni import __version__
 from sgl_omni.config.tasks import Tasks
 from sgl_omni.media.source import MediaSource
 from sgl_omni.server.backend import Backend
+from sgl_omni.server.chat import chat_router
+from sgl_omni.server.completions import completions_router
 from sgl_omni.server.errors import install_error_handlers
 from sgl_omni.server.info import first_page, info_router
 from sgl_omni.server.metrics import Metrics
@@ -22,6 +24,8 @@ MAX_MEDIA_BODY_BYTES = 64 << 20
 
 COMMON_ROUTES = ["GET  /v1/models", "GET  /health", "GET  /metrics", "GET  /docs"]
 SPEECH_ROUTES = ["POST /v1/audio/speech", "GET  /v1/audio/voices"]
+CHAT_ROUTES = ["POST /v1/chat/completions"]
+COMPLETION_ROUTES = ["POST /v1/completions"]
 
 
 def create_app(
@@ -48,6 +52,12 @@ def create_app(
     if tasks.speech:
         app.include_router(speech_router(backend, tasks.speech, models, metrics, request_timeout))
         routes = SPEECH_ROUTES + routes
+    if tasks.chat:
+        app.include_router(chat_router(backend, tasks.chat, models, metrics, media, request_timeout))
+        routes = CHAT_ROUTES + routes
+    if tasks.chat and tasks.chat.completes_text:
+        app.include_router(completions_router(backend, tasks.chat, models, metrics, request_timeout))
+        routes = COMPLETION_ROUTES + routes
     app.include_router(first_page(model_id, routes))
     install_error_handlers(app)
     limit = max_body_bytes or (MAX_MEDIA_BODY_BYTES if tasks.takes_media else MAX_BODY_BYTES)

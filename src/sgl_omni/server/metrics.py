@@ -1,4 +1,4 @@
-"""Prometheus metrics: what the speech route counts itself, and the pipeline's own numbers read at each scrape."""
+"""Prometheus metrics: what the routes count themselves, and the pipeline's own numbers read at each scrape."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ class Metrics:
 
     def __init__(self, backend: Backend) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "sgl_omni_requests", "Speech requests by outcome.", ["outcome"], registry=self.registry
-        )
+        self._requests = Counter("sgl_omni_requests", "Requests by outcome.", ["outcome"], registry=self.registry)
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
         self._first_audio = Histogram(
@@ -48,9 +46,15 @@ class Metrics:
             buckets=FIRST_AUDIO_BUCKETS,
             registry=self.registry,
         )
+        self._first_text = Histogram(
+            "sgl_omni_time_to_first_text_seconds",
+            "From the request's arrival to its first text; to all of it where it is not streamed.",
+            buckets=FIRST_AUDIO_BUCKETS,
+            registry=self.registry,
+        )
         self._duration = Histogram(
             "sgl_omni_request_duration_seconds",
-            "From the request's arrival to the end of its audio, for those that ended well.",
+            "From the request's arrival to the end of its answer, for those that ended well.",
             buckets=REQUEST_BUCKETS,
             registry=self.registry,
         )
@@ -71,6 +75,7 @@ class Measurement:
         self._metrics = metrics
         self._begun = time.perf_counter()
         self._heard = False
+        self._read = False
         self._ended = False
 
     def audio(self, samples: int, sample_rate: int) -> None:
@@ -79,6 +84,12 @@ class Measurement:
             self._heard = True
             self._metrics._first_audio.observe(time.perf_counter() - self._begun)
         self._metrics._audio.inc(samples / sample_rate)
+
+    def text(self) -> None:
+        """Called for each piece of text, the first of which is the first text."""
+        if not self._read:
+            self._read = True
+            self._metrics._first_text.observe(time.perf_counter() - self._begun)
 
     def end(self, outcome: str) -> None:
         """Counts the request; a second call changes nothing."""
