@@ -169,7 +169,8 @@ class Client:
     async def _request(self, text: str, begun: float) -> None:
         connection: _Answer | None = None
         error: str | None = None
-        first, audio, tokens, gaps = None, 0.0, 0, ()
+        first, audio, tokens = None, 0.0, 0
+        gaps: tuple[float, ...] = ()
         try:
             async with asyncio.timeout(self._orders.timeout):
                 connection = await self._connection()
