@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 
 from sgl_omni.config.load import read_document, resolve
+from sgl_omni.config.scalars import core_text
 from sgl_omni.config.yaml_source import read_yaml
 from sgl_omni.dp.marks import Mark, boot_id, wait_gone
 from sgl_omni.dp.preflight import Asked, Machine, check_plan, place
 from sgl_omni.dp.state import Replica, Run, Store, Worker
 from sgl_omni.errors import LaunchFailed, LaunchRefused
-from sgl_omni.gpu.affinity import Cores, block_problems, core_text, gpu_node, parse_blocks, read_cores, split_cores
+from sgl_omni.gpu.affinity import block_problems, gpu_node, parse_blocks, read_cores
 from sgl_omni.gpu.devices import GpuFacts
 from sgl_omni.models.registry import PipelineRegistry
 from sgl_omni.topology.builder import build_plan
-from sgl_omni.topology.host import GIB, cuda_host, virtual_host
+from sgl_omni.topology.cores import split_cores
+from sgl_omni.topology.host import GIB, Cores, cuda_host, virtual_host
 
 CONFIGS = Path(__file__).parents[2] / "examples/mps_dp/configs"
 UUID = "GPU-aeba05c4-8610-6a4f-ea69-3f4479a5f33f"

@@ -123,7 +123,8 @@ def look(asked: Asked, virtual_gpu_memory: str) -> tuple[Machine, Host | None]:
         return Machine(cores=cores, why=f"this process sees {len(host.devices)}", has_mps=has_mps), None
     facts = gpu_facts(asked.gpu)
     machine = Machine(cores=cores, gpu=facts, node=gpu_node(facts.bus_id), has_mps=has_mps)
-    return machine, replace(host, devices=(host.devices[asked.gpu],))
+    # Cores are divided among the servers here; what each makes of its own, its plan decides.
+    return machine, replace(host, devices=(host.devices[asked.gpu],), cores=None)
 
 
 def plan_pool(
@@ -270,7 +271,7 @@ def only_run(store: Store) -> str:
 
 def describe(run: Run) -> list[str]:
     """A line a replica."""
-    from sgl_omni.gpu.affinity import core_text
+    from sgl_omni.config.scalars import core_text
 
     tokens = ", ".join(f"{stage} {count} tokens" for stage, count in run.capacity.items())
     return [

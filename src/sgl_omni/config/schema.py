@@ -31,6 +31,7 @@ def _one_of(*options: str, switch: bool = False) -> PlainValidator:
 MpsMode = Annotated[Literal["off", "auto", "on"], _one_of("off", "auto", "on", switch=True)]
 Switch = Annotated[Literal["off", "on"], _one_of("off", "on", switch=True)]
 Policy = Annotated[Literal["round_robin", "least_inflight"], _one_of("round_robin", "least_inflight")]
+DeriveMode = Annotated[Literal["off", "auto", "on"], _one_of("off", "auto", "on", switch=True)]
 OnExit = Annotated[Literal["stop", "restart"], _one_of("stop", "restart")]
 
 
@@ -117,6 +118,11 @@ class PlacementConfig(_Section):
     )
     require_memory_fraction_for_colocation: Flag = Field(
         default=True, description="Whether every GPU stage must declare a budget where two Processes share a GPU."
+    )
+    derive_cpu_cores: DeriveMode = Field(
+        default="auto",
+        description="Whether GPU instances without cpu_cores get disjoint sets of cores near their GPU: off, auto "
+        "(on CUDA, where each gets two physical cores or more) or on (the CPU platform too, from one core up).",
     )
 
 

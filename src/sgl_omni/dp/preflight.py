@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sgl_omni.config.resolved import ResolvedConfig
+from sgl_omni.config.scalars import core_text
 from sgl_omni.errors import LaunchRefused
-from sgl_omni.gpu.affinity import Cores, block_problems, core_text, parse_blocks, split_cores
+from sgl_omni.gpu.affinity import block_problems, parse_blocks
 from sgl_omni.gpu.devices import GpuFacts
 from sgl_omni.gpu.mps import PROGRAM
+from sgl_omni.topology.cores import split_cores
+from sgl_omni.topology.host import Cores
 from sgl_omni.topology.plan import Plan
 
 FIRST_PORT = 8100

@@ -188,8 +188,8 @@ class Supervisor:
     def _environment(self, plan: InstancePlan, group: dict[str, str]) -> dict[str, str]:
         """The parent's, a fair share of the threads, what the ranks of a group have in common, and what the plan says,
         which wins."""
-        cores = len(plan.cpu_cores) or max(1, len(os.sched_getaffinity(0)) // len(self.instances))
-        own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(cores), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        threads = plan.threads or max(1, len(os.sched_getaffinity(0)) // len(self.instances))
+        own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         return os.environ | own | group | plan.env | self._mps.environment(plan)
 
     # Messages and ends --------------------------------------------------------------------------------------------

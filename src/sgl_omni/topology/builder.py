@@ -12,6 +12,7 @@ from sgl_omni.config.resolved import ResolvedConfig
 from sgl_omni.config.schema import EngineConfig, StageConfig
 from sgl_omni.config.violations import PlanError, Violation
 from sgl_omni.topology.budget import Claim, check_budgets, claims_by_gpu
+from sgl_omni.topology.cores import derive_cores, thread_count
 from sgl_omni.topology.factories import check_factories
 from sgl_omni.topology.findings import Findings
 from sgl_omni.topology.graph import check_graph
@@ -61,7 +62,7 @@ def plan_config(resolved: ResolvedConfig, host: Host, environ: Mapping[str, str]
     entry = check_graph(found)
     groups = group_stages(found)
     check_factories(found, groups)
-    placed = place(found, groups)
+    placed = derive_cores(found, place(found, groups))
     check_budgets(found, placed)
     sharing = sharing_groups(found, placed)
     eligible = eligibility(found, placed)
@@ -87,6 +88,7 @@ _FOLLOWS: dict[str, frozenset[str]] = {
     "num_replicas": _GPU_RULES | {"PLAN-018"},
     "replica_devices": _GPU_RULES,
     "cpu_cores": frozenset({"PLAN-018"}),
+    "derive_cpu_cores": frozenset(),
     "replica_policy": frozenset(),
 }
 """Rules that may fail only because the value of a key could not be read. Other keys: the wiring."""
@@ -212,6 +214,7 @@ def _instances(
             device=p.device,
             env=environment[p.group.name],
             cpu_cores=p.cores,
+            threads=p.threads or thread_count(p.cores, found.host),
             weight_role="leader" if p.name in leaders else "follower" if p.name in leader_of else "own",
             weight_leader=leader_of.get(p.name),
             mps=p.name in clients,

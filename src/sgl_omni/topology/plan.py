@@ -55,7 +55,11 @@ class ProcessPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstancePlan:
-    """One OS process: a replica of a Process, or one rank of a tensor-parallel replica."""
+    """One OS process: a replica of a Process, or one rank of a tensor-parallel replica.
+
+    ``threads``: compute threads, as many as ``cpu_cores`` has physical cores; 0 where it is pinned to none, and shares
+    the machine with the others.
+    """
 
     name: str
     process: str
@@ -65,6 +69,7 @@ class InstancePlan:
     device: int | None = None
     env: dict[str, str] = field(default_factory=dict)
     cpu_cores: tuple[int, ...] = ()
+    threads: int = 0
     weight_role: WeightRole = "own"
     weight_leader: str | None = None
     mps: bool = False
