@@ -58,6 +58,13 @@ def number(value: object) -> float:
     raise _wrong("a number", value)
 
 
+def _percentage(value: object) -> int:
+    percentage = whole(value)
+    if not 1 <= percentage <= 100:
+        raise _wrong("a percentage from 1 to 100", value)
+    return percentage
+
+
 def _fraction(value: object) -> float:
     fraction = number(value)
     if not 0 < fraction <= 1:
@@ -203,6 +210,7 @@ _INT_LIST: dict[str, Any] = {"type": "array", "items": {"type": "integer", "mini
 _TEXT_LIST: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
 
 PositiveInt = Annotated[int, PlainValidator(at_least(1)), _schema("integer", minimum=1)]
+Percentage = Annotated[int, PlainValidator(_percentage), _schema("integer", minimum=1, maximum=100)]
 Fraction = Annotated[float, PlainValidator(_fraction), _schema("number", exclusiveMinimum=0, maximum=1)]
 OpenFraction = Annotated[
     float, PlainValidator(_open_fraction), _schema("number", exclusiveMinimum=0, exclusiveMaximum=1)

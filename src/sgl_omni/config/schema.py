@@ -14,6 +14,7 @@ from sgl_omni.config.scalars import (
     Fraction,
     Names,
     OpenFraction,
+    Percentage,
     PositiveInt,
     Size,
     StageGroups,
@@ -108,6 +109,10 @@ class ProcessConfig(_Section):
     )
     replica_policy: Policy = Field(default="round_robin", description="How a request's replica is chosen.")
     cpu_cores: CoreSets | None = Field(default=None, description='One core set per replica, as in ["0-9", "10-19"].')
+    mps_thread_percentage: Percentage | None = Field(
+        default=None,
+        description="Under MPS, the part of the GPU's multiprocessors that each instance may use, 1 to 100 percent.",
+    )
 
 
 class PlacementConfig(_Section):

@@ -11,7 +11,7 @@ from typing import Any
 from sgl_omni.config.resolved import ResolvedConfig
 from sgl_omni.config.schema import EngineConfig, StageConfig
 from sgl_omni.config.violations import PlanError, Violation
-from sgl_omni.topology.budget import Claim, check_budgets, claims_by_gpu
+from sgl_omni.topology.budget import Claim, check_budgets, claims_by_gpu, enforced_budget
 from sgl_omni.topology.cores import derive_cores, thread_count
 from sgl_omni.topology.factories import check_factories
 from sgl_omni.topology.findings import Findings
@@ -89,6 +89,7 @@ _FOLLOWS: dict[str, frozenset[str]] = {
     "replica_devices": _GPU_RULES,
     "cpu_cores": frozenset({"PLAN-018"}),
     "derive_cpu_cores": frozenset(),
+    "mps_thread_percentage": frozenset({"PLAN-011"}),
     "replica_policy": frozenset(),
 }
 """Rules that may fail only because the value of a key could not be read. Other keys: the wiring."""
@@ -218,6 +219,8 @@ def _instances(
             weight_role="leader" if p.name in leaders else "follower" if p.name in leader_of else "own",
             weight_leader=leader_of.get(p.name),
             mps=p.name in clients,
+            mps_thread_percentage=p.group.mps_thread_percentage if p.name in clients else None,
+            mps_memory_limit=enforced_budget(found, p) if p.name in clients else None,
         )
         for p in placed
     )

@@ -58,7 +58,7 @@ class InstancePlan:
     """One OS process: a replica of a Process, or one rank of a tensor-parallel replica.
 
     ``threads``: compute threads, as many as ``cpu_cores`` has physical cores; 0 where it is pinned to none, and shares
-    the machine with the others.
+    the machine with the others. ``mps_memory_limit``: bytes of the GPU that MPS lets this client take at most.
     """
 
     name: str
@@ -73,6 +73,8 @@ class InstancePlan:
     weight_role: WeightRole = "own"
     weight_leader: str | None = None
     mps: bool = False
+    mps_thread_percentage: int | None = None
+    mps_memory_limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,7 +115,7 @@ class _Drawing:
         line.append("■ ", style=color)
         line.append(f"{instance.name:<24} ")
         line.append(", ".join(self._described(instance, s) for s in instance.stages))
-        marks = [instance.weight_role if instance.weight_role != "own" else "", "MPS" if instance.mps else ""]
+        marks = [instance.weight_role if instance.weight_role != "own" else "", _mps(instance)]
         cores = _cores(instance)
         extra = [mark for mark in (*marks, cores) if mark]
         return line.append(f"  [{', '.join(extra)}]" if extra else "", style="dim")
@@ -199,6 +199,15 @@ def _cores(instance: InstancePlan) -> str:
         return ""
     threads = f" for {instance.threads} threads" if instance.threads != len(instance.cpu_cores) else ""
     return f"cores {core_text(instance.cpu_cores)}{threads}"
+
+
+def _mps(instance: InstancePlan) -> str:
+    """``MPS 30% of threads, at most 4 GiB``; empty without MPS."""
+    if not instance.mps:
+        return ""
+    threads = f" {instance.mps_thread_percentage}% of threads" if instance.mps_thread_percentage is not None else ""
+    limit = f" at most {size_text(instance.mps_memory_limit)}" if instance.mps_memory_limit is not None else ""
+    return f"MPS{threads}{',' if threads and limit else ''}{limit}"
 
 
 def _share(stage: StagePlan, memory: int | None) -> float | None:
