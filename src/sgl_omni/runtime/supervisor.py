@@ -16,6 +16,7 @@ from typing import Any
 from sgl_omni.errors import StartupError
 from sgl_omni.gpu.devices import GpuFacts, gpu_facts
 from sgl_omni.gpu.mps import MpsError
+from sgl_omni.run_folder import base_folder
 from sgl_omni.runtime.capacity import unequal_capacity
 from sgl_omni.runtime.channel import Channel
 from sgl_omni.runtime.coordinator import Coordinator
@@ -23,7 +24,7 @@ from sgl_omni.runtime.instance import FIRST_BACKOFF, GroupSockets, Instance, Ran
 from sgl_omni.runtime.logs import LogTap
 from sgl_omni.runtime.messages import GroupLink, Message, Ready, Spawn, StartFailed, Stats, StatsQuery, Stop
 from sgl_omni.runtime.mps_guard import MpsGuard
-from sgl_omni.runtime.rundir import RunDir, base_folder
+from sgl_omni.runtime.rundir import RunDir
 from sgl_omni.runtime.weight_keeper import WeightKeeper
 from sgl_omni.topology.plan import InstancePlan, Plan
 
