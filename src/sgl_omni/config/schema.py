@@ -94,6 +94,10 @@ class StageConfig(_Section):
     local_output: Flag = Field(
         default=False, description="The stage's output cannot be serialised: its successors must share its Process."
     )
+    device_input: Flag = Field(
+        default=False,
+        description="The stage takes tensors where they are: those of another process's GPU stage arrive on its GPU.",
+    )
     factory_path: Text | None = Field(default=None, description="Import path of the function that builds the stage.")
     factory: dict[str, Any] = Field(default={}, description="Keyword arguments of the factory.")
     engine: EngineConfig | None = Field(default=None, description="Engine settings; engine stages only.")

@@ -20,6 +20,7 @@ from sgl_omni.topology.host import Host
 from sgl_omni.topology.mps import Eligibility, choose, eligibility
 from sgl_omni.topology.placement import Placed, place
 from sgl_omni.topology.plan import (
+    TRANSPORT_BYTES,
     EdgeKind,
     EdgePlan,
     InstancePlan,
@@ -153,6 +154,7 @@ def _plan(
 
 def _stages(found: Findings, groups: tuple[ProcessGroup, ...], placed: tuple[Placed, ...]) -> tuple[StagePlan, ...]:
     devices: dict[str, set[int]] = {}
+    edges = _edges(found)
     for p in placed:
         if p.device is not None:
             devices.setdefault(p.group.name, set()).add(p.device)
@@ -172,9 +174,10 @@ def _stages(found: Findings, groups: tuple[ProcessGroup, ...], placed: tuple[Pla
             route_fn=stage.route_fn,
             merge_fn=stage.merge_fn,
             gpu=bool(stage.gpu),
-            budget_bytes=_budget_bytes(found, stage, devices.get(process_of[name], set())),
+            budget_bytes=(budget := _budget_bytes(found, stage, devices.get(process_of[name], set()))),
             budget_fraction=stage.gpu_memory_fraction,
             enforce_budget=stage.enforce_total_reserve,
+            transport_bytes=_transport_bytes(edges, name, budget),
         )
         for name, stage in found.stages.items()
     )
@@ -234,16 +237,28 @@ def _environment(found: Findings, group: ProcessGroup) -> dict[str, str]:
 
 
 def _edges(found: Findings) -> tuple[EdgePlan, ...]:
-    """Every hand-off. GPU tensors between processes travel through host memory, so locality alone decides."""
+    """Every hand-off. Its ends' Processes and GPUs decide, and whether the receiver takes tensors of a GPU."""
     process_of = {name: stage.process or name for name, stage in found.stages.items()}
     edges: list[EdgePlan] = []
     for source, stage in found.stages.items():
         kinds: tuple[tuple[EdgeKind, tuple[str, ...]], ...] = (("payload", stage.next), ("stream", stage.stream_to))
         for kind, targets in kinds:
             for target in targets:
-                transport: Transport = "local" if process_of[source] == process_of[target] else "shm"
+                transport: Transport = "cuda_ipc" if _by_device(found, stage, found.stages[target]) else "shm"
+                if process_of[source] == process_of[target]:
+                    transport = "local"
                 edges.append(EdgePlan(source=source, target=target, kind=kind, transport=transport))
     return tuple(edges)
+
+
+def _by_device(found: Findings, source: StageConfig, target: StageConfig) -> bool:
+    return found.host.platform == "cuda" and bool(source.gpu) and bool(target.gpu) and target.device_input
+
+
+def _transport_bytes(edges: tuple[EdgePlan, ...], name: str, budget: int | None) -> int:
+    if not any(edge.source == name and edge.transport == "cuda_ipc" for edge in edges):
+        return 0
+    return TRANSPORT_BYTES if budget is None else min(TRANSPORT_BYTES, budget // 4)
 
 
 def _waves(placed: tuple[Placed, ...], followers: set[str]) -> tuple[tuple[str, ...], ...]:

@@ -17,13 +17,19 @@ WeightRole = Literal["own", "leader", "follower"]
 ExitPolicy = Literal["stop", "restart"]
 MpsMode = Literal["off", "auto", "on"]
 
+TRANSPORT_BYTES = 128 * 2**20
+"""GPU memory for tensors on their way that a stage may take, at most a quarter of its budget."""
+
 COORDINATOR = "coordinator"
 """Reserved instance name of the API process, the receiver of every terminal stage's output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One logical stage: what to build and where its output goes."""
+    """One logical stage: what to build and where its output goes.
+
+    ``transport_bytes``: what of its budget the buffers take in which its tensors go to other processes on GPUs.
+    """
 
     name: str
     process: str
@@ -40,6 +46,7 @@ class StagePlan:
     budget_bytes: int | None = None
     budget_fraction: float | None = None
     enforce_budget: bool = False
+    transport_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
