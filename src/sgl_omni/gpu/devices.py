@@ -90,6 +90,27 @@ def gpu_facts(ordinal: int) -> GpuFacts:
         pynvml.nvmlShutdown()
 
 
+def memory_by_process(ordinal: int) -> dict[int, int] | None:
+    """Bytes of a GPU that each process holds, by pid; None where the driver does not tell, as in some containers.
+
+    Raises:
+        StartupError: there is no such GPU, or the driver does not answer.
+    """
+    import pynvml
+
+    gpu_facts(ordinal)
+    pynvml.nvmlInit()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handles[_visible(handles)[ordinal]])
+    except pynvml.NVMLError as error:
+        raise StartupError(f"GPU {ordinal}: the NVIDIA driver refuses: {error}") from error
+    finally:
+        pynvml.nvmlShutdown()
+    held = {int(p.pid): p.usedGpuMemory for p in running}
+    return None if not held or None in held.values() else {pid: int(size) for pid, size in held.items()}
+
+
 def _visible(handles: Sequence[Any]) -> list[int]:
     """Indices of the GPUs that this process may use: indices and (beginnings of) UUIDs are understood, and as CUDA
     does, the list ends at the first entry that names no GPU."""
