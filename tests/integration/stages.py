@@ -294,6 +294,9 @@ def with_grandchild() -> FunctionStage:
     return FunctionStage(run, 8)
 
 
+MPS_LIMITS = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+
+
 def mps_client(attach: bool = True) -> FunctionStage:
     """Attaches to the stand-in's daemon as a CUDA process would; tells what of the GPU its environment shows."""
     if attach:
@@ -303,7 +306,8 @@ def mps_client(attach: bool = True) -> FunctionStage:
     async def run(payload: Payload, request: Request) -> Payload:
         if payload.get("seconds"):
             await asyncio.sleep(payload["seconds"])
-        return {"visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "pid": os.getpid()}
+        limits = {key: os.environ.get(key) for key in MPS_LIMITS}
+        return {"visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "pid": os.getpid(), **limits}
 
     return FunctionStage(run, 64)
 

@@ -190,7 +190,11 @@ def test_a_capacity_that_pages_round_down_fails_the_start_and_says_what_to_set(s
     up = shell.demo_up(MAX_TOTAL_TOKENS="10000")
     assert up.returncode == 1
     assert "replica 0" in up.stderr and "resolved 9936 tokens" in up.stderr and "set 9936" in up.stderr
-    assert list(shell.root.glob("*/replica-0.log")), "the logs of a failed start stay"
+    (log,) = shell.root.glob("*/replica-0.log")
+    listed = shell.dp("list").stdout
+    assert f"{log.parent.name}  failed to start, nothing of it runs; logs: {log.parent}/replica-*.log" in listed
+    assert "are removed" in shell.dp("down", log.parent.name).stdout
+    assert not log.parent.exists() and shell.dp("list").stdout == f"no runs in {shell.root}\n"
 
 
 def test_what_is_wrong_is_refused_before_anything_starts(shell: Shell) -> None:

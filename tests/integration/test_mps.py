@@ -23,6 +23,7 @@ from sgl_omni.errors import ProcessExited
 from sgl_omni.gpu.devices import GpuFacts
 from sgl_omni.gpu.mps import MpsControl, MpsDaemon, MpsError, clean, foreign_servers, live_owners, status
 from sgl_omni.topology.plan import Plan
+from stages import MPS_LIMITS
 
 UUID = "GPU-aeba05c4-8610-6a4f-ea69-3f4479a5f33f"
 
@@ -91,6 +92,22 @@ async def test_clients_attach_are_recorded_and_the_last_owner_ends_the_daemon(st
     await pipeline.stop(drain_timeout=0)
     await eventually(lambda: not is_alive(daemon))
     assert not (stand_in / UUID).exists()
+
+
+async def test_each_client_gets_the_limits_that_the_plan_gives_it(start: Start) -> None:
+    plan = mps_plan()
+    first, second = plan.instances
+    first = dataclasses.replace(first, mps_thread_percentage=30, mps_memory_limit=3 * 2**30)
+    pipeline = await start(dataclasses.replace(plan, instances=(first, second)), facts=facts)
+    result = (await pipeline.submit({}).result())["s1"]
+    assert [result[key] for key in MPS_LIMITS] == [None, None]
+    shown = {i["name"]: environment(i["pid"]) for i in pipeline.health()["instances"]}
+    assert [shown["s0"].get(key) for key in MPS_LIMITS] == ["30", "0=3072M"]
+
+
+def environment(pid: int) -> dict[str, str]:
+    pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
 async def test_a_second_server_joins_and_the_first_leaves_it_running(start: Start, stand_in: Path) -> None:

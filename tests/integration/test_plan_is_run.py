@@ -11,8 +11,10 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from servers import ROOT, Server, serving
+from sgl_omni.gpu.affinity import read_cores
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -97,6 +99,8 @@ def assert_is_run(plan: dict[str, Any], server: Server) -> dict[str, int]:
         assert command[command.index("--name") + 1] == instance["name"]
         assert settings & environment(process.pid).items() == instance["env"].items()
         assert sorted(process.cpu_affinity()) == (instance["cpu_cores"] or CORES)
+        if instance["threads"] and "OMP_NUM_THREADS" not in instance["env"]:
+            assert environment(process.pid)["OMP_NUM_THREADS"] == str(instance["threads"])
     return pids
 
 
@@ -126,6 +130,23 @@ def test_the_echo_pipeline(own_run_folder: Path) -> None:
             "shout@r1": "yes",
             "back": None,
         }
+
+
+@pytest.mark.skipif(len(read_cores().physical(None)) < 2, reason="needs two physical cores")
+def test_derived_cores(own_run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "probe.py").write_text(PROBE)
+    (tmp_path / "probed.yaml").write_text(PROBED)
+    (tmp_path / "built").mkdir()
+    arguments = ["--config", "probed.yaml", "--platform", "cpu", "--placement.derive_cpu_cores", "on"]
+    arguments += ["--processes.engine.num_replicas", "1", "--processes.engine.replica_devices", "0"]
+    for stage in "abcd":
+        arguments += [f"--{stage}.factory.folder", str(tmp_path / "built")]
+    plan = planned(*arguments, cwd=tmp_path)
+    sets = {i["name"]: i["cpu_cores"] for i in plan["instances"]}
+    assert sets["front"] and sets["engine"] and not set(sets["front"]) & set(sets["engine"])
+    assert sets["back"] == []
+    with serving(*arguments, run_folder=own_run_folder, cwd=tmp_path) as server:
+        assert_is_run(plan, server)
 
 
 def test_each_stage_is_built_where_the_plan_says(own_run_folder: Path, tmp_path: Path) -> None:

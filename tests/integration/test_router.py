@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ from sgl_omni.router.app import Router, RouterOptions
 from sgl_omni.router.dispatch import Limits
 from sgl_omni.router.health import Thresholds
 from sgl_omni.router.probe import Probing
-from sgl_omni.router.workers import parse_address
+from sgl_omni.router.workers import is_own, parse_address
 from worker_stand_in import AUDIO, EVENT, StandIn
 
 FAST = Probing(interval=0.05, timeout=1.0, load_interval=0.05)
@@ -449,6 +450,59 @@ async def test_two_processes_share_a_port_and_their_workers() -> None:
             )
             assert taken.returncode == 1 and "choose another --port" in taken.stderr
     await one.stop()
+
+
+def test_what_a_killed_router_leaves_is_removed_by_the_next(own_run_folder: Path) -> None:
+    base = own_run_folder / "sgl-omni"
+    with routing("--processes", "2") as (_, process):
+        children = psutil.Process(process.pid).children()
+        process.kill()
+        process.wait()
+        psutil.wait_procs(children, 5)
+        (left,) = base.glob("router-*")
+    with routing("--processes", "2"):
+        (living,) = base.glob("router-*")
+        assert living != left
+        with routing("--processes", "2"):
+            assert living in base.glob("router-*") and len(list(base.glob("router-*"))) == 2
+    assert not list(base.glob("router-*"))
+
+
+async def test_a_router_is_no_worker_of_its_own(begin: Begin) -> None:
+    router = await begin(StandIn())
+    port = router.url.rpartition(":")[2]
+    for url in (router.url, f"localhost:{port}"):
+        answer = await router.client.post("/workers", json={"url": url})
+        assert answer.status_code == 400 and "is this router's own address" in answer.json()["error"]["message"]
+    assert len((await router.client.get("/workers")).json()["workers"]) == 1
+
+
+def test_own_addresses_are_known_by_every_name() -> None:
+    for url in ("127.0.0.1:80", "localhost:80", "127.0.0.2:80"):
+        assert is_own(parse_address(url), "0.0.0.0", 80), url
+    assert is_own(parse_address("[::1]:80"), "::", 80) or not socket.has_ipv6
+    assert not is_own(parse_address("127.0.0.1:81"), "0.0.0.0", 80)
+    assert not is_own(parse_address("192.0.2.1:80"), "0.0.0.0", 80), "another machine's"
+    assert not is_own(parse_address("127.0.0.2:80"), "127.0.0.1", 80)
+    assert not is_own(parse_address("nobody.invalid:80"), "0.0.0.0", 80)
+
+
+def test_a_router_without_workers_says_so() -> None:
+    with routing("--worker-urls", " , ") as (_, process):
+        assert process.stderr is not None
+        assert "there is no worker yet; POST /workers adds one" in process.stderr.readline()
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_router_that_is_told_to_call_itself_does_not_start(processes: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "sgl_omni.cli.main", "router", "--port", port, "--processes", processes]
+    done = subprocess.run([*command, "--worker-urls", f"localhost:{port}"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert f"worker http://localhost:{port} is this router's own address" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_router_process_that_dies_ends_the_router() -> None:

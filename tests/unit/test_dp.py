@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 
 from sgl_omni.config.load import read_document, resolve
+from sgl_omni.config.scalars import core_text
 from sgl_omni.config.yaml_source import read_yaml
 from sgl_omni.dp.marks import Mark, boot_id, wait_gone
 from sgl_omni.dp.preflight import Asked, Machine, check_plan, place
-from sgl_omni.dp.state import Replica, Run, Store, Worker
+from sgl_omni.dp.state import Replica, Run, Store, Worker, cores_in_use
 from sgl_omni.errors import LaunchFailed, LaunchRefused
-from sgl_omni.gpu.affinity import Cores, block_problems, core_text, gpu_node, parse_blocks, read_cores, split_cores
+from sgl_omni.gpu.affinity import block_problems, gpu_node, parse_blocks, read_cores
 from sgl_omni.gpu.devices import GpuFacts
 from sgl_omni.models.registry import PipelineRegistry
 from sgl_omni.topology.builder import build_plan
-from sgl_omni.topology.host import GIB, cuda_host, virtual_host
+from sgl_omni.topology.cores import split_cores
+from sgl_omni.topology.host import GIB, Cores, cuda_host, virtual_host
 
 CONFIGS = Path(__file__).parents[2] / "examples/mps_dp/configs"
 UUID = "GPU-aeba05c4-8610-6a4f-ea69-3f4479a5f33f"
@@ -105,6 +107,18 @@ def test_good_blocks_have_no_problem(cores: Cores) -> None:
 
 def machine(cores: Cores, **fields: Any) -> Machine:
     return Machine(cores=cores, **{"gpu": GpuFacts(UUID, ()), "node": 1, "has_mps": True} | fields)
+
+
+def test_cores_of_living_runs_are_left_to_them(cores: Cores) -> None:
+    taken = {5: "20260101-one", 12: "20260101-two"}  # 12 is a thread of core 4
+    found = place(Asked(replicas=2), machine(cores, taken=taken))
+    assert found.blocks == ((6,), (7,))
+    with pytest.raises(
+        LaunchRefused, match=r"of 4 physical cores 2 are free: runs 20260101-two, 20260101-one have the "
+    ):
+        place(Asked(replicas=3), machine(cores, taken=taken))
+    by_hand = place(Asked(replicas=2, core_blocks="4 5"), machine(cores, taken=taken))
+    assert by_hand.blocks == ((4,), (5,)), "who names cores gets them"
 
 
 def test_a_run_gets_its_gpus_node_blocks_of_it_and_ports(cores: Cores) -> None:
@@ -257,11 +271,25 @@ def test_a_record_that_cannot_be_read_is_named_and_left(tmp_path: Path, run: Run
     store = Store(tmp_path / "state")
     store.create(run)
     path = store.folder("one") / "run.json"
+    told = rf"nothing of it is touched\. .* rm -r {store.folder('one')}$"
     for broken in ("", "{", '{"id": "one"}', path.read_text().replace("8100", '"8100"')):
         path.write_text(broken)
-        with pytest.raises(LaunchFailed, match=r"run 'one': .*run\.json cannot be read .*nothing of it is touched"):
+        with pytest.raises(LaunchFailed, match=rf"run 'one': .*run\.json cannot be read .*{told}"):
             store.load("one")
+        with pytest.raises(LaunchFailed, match=told):
+            store.create(dataclasses.replace(run, id="two"))
+        store.create(other := dataclasses.replace(run, id="three", gpu_key="GPU-other"))
+        store.forget(other)
+        Path(run.runtime).mkdir()
         assert path.read_text() == broken
+
+
+def test_the_cores_of_living_runs_are_known(tmp_path: Path, run: Run) -> None:
+    assert cores_in_use() == {}
+    Store(tmp_path / "state").create(run)
+    gone = dataclasses.replace(run, id="two", gpu_key="GPU-other", boot="an earlier one")
+    Store(tmp_path / "elsewhere").create(gone)
+    assert cores_in_use() == {0: "one", 1: "one"}
 
 
 def test_one_at_a_time_changes_a_run(tmp_path: Path, run: Run) -> None:

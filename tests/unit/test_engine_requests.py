@@ -18,6 +18,7 @@ from sgl_omni.engine.interface import Engine, EngineOutput
 from sgl_omni.engine.model import CausalModel, StepModel, embed_rows
 from sgl_omni.engine.request import Chunk, Request
 from sgl_omni.engine.rope import RopeConfig
+from sgl_omni.engine.sampler import seed_key
 from sgl_omni.engine.task import FrameTask, HandOver, InputSpec, TokenTask
 from sgl_omni.errors import InvalidRequest, StartupError
 
@@ -409,3 +410,10 @@ def test_settings_that_mean_nothing_are_named(setting: dict[str, Any]) -> None:
     (key,) = setting
     with pytest.raises(StartupError, match=f"engine.{key} must be a whole number"):
         EngineSettings.parse(setting)
+
+
+def test_seeds_of_any_size_and_sign_draw_differently() -> None:
+    seeds = [0, 1, -1, 2**63 - 1, 2**63, 2**63 + 1, 2**64, 2**64 + 1, -(2**63), 10**40]
+    keys = [seed_key(seed) for seed in seeds]
+    assert len(set(keys)) == len(seeds)
+    assert all(0 <= key < 2**32 for key in keys)

@@ -14,6 +14,7 @@ from sgl_omni.config.load import load_config
 from sgl_omni.config.resolved import ResolvedConfig
 from sgl_omni.config.scalars import parse_bytes
 from sgl_omni.config.violations import PlanError
+from sgl_omni.gpu.affinity import read_cores
 from sgl_omni.gpu.devices import real_host
 from sgl_omni.models.registry import PipelineRegistry
 from sgl_omni.topology.host import Host, cuda_host, virtual_host
@@ -189,7 +190,7 @@ def _host(path: Path | None, platform: str, virtual_gpu_memory: str) -> tuple[Ho
 
         return read_host(path), None
     if platform == "cpu":
-        return virtual_host(parse_bytes(virtual_gpu_memory), os.cpu_count()), None
+        return virtual_host(parse_bytes(virtual_gpu_memory), os.cpu_count(), read_cores()), None
     host = real_host()
     if host is not None:
         return host, None

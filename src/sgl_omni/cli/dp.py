@@ -108,13 +108,15 @@ def look(asked: Asked, virtual_gpu_memory: str) -> tuple[Machine, Host | None]:
     """This machine, and it as planning sees it: with the run's GPU alone, as each server will."""
     from sgl_omni.config.scalars import parse_bytes
     from sgl_omni.dp.preflight import Machine
+    from sgl_omni.dp.state import cores_in_use
     from sgl_omni.gpu.affinity import gpu_node, read_cores
     from sgl_omni.gpu.devices import gpu_facts, usable_host
     from sgl_omni.topology.host import virtual_host
 
     cores = read_cores()
+    taken = cores_in_use() if asked.core_blocks is None else {}
     if asked.platform == "cpu":
-        return Machine(cores=cores), virtual_host(parse_bytes(virtual_gpu_memory), len(cores.allowed))
+        return Machine(cores=cores, taken=taken), virtual_host(parse_bytes(virtual_gpu_memory), len(cores.allowed))
     host = usable_host()
     if host is None or host.devices is None:
         return Machine(cores=cores, why="there is none here, or the installed torch is built for the CPU only"), None
@@ -122,8 +124,9 @@ def look(asked: Asked, virtual_gpu_memory: str) -> tuple[Machine, Host | None]:
     if not host.has(asked.gpu):
         return Machine(cores=cores, why=f"this process sees {len(host.devices)}", has_mps=has_mps), None
     facts = gpu_facts(asked.gpu)
-    machine = Machine(cores=cores, gpu=facts, node=gpu_node(facts.bus_id), has_mps=has_mps)
-    return machine, replace(host, devices=(host.devices[asked.gpu],))
+    machine = Machine(cores=cores, gpu=facts, node=gpu_node(facts.bus_id), has_mps=has_mps, taken=taken)
+    # Cores are divided among the servers here; what each makes of its own, its plan decides.
+    return machine, replace(host, devices=(host.devices[asked.gpu],), cores=None)
 
 
 def plan_pool(
@@ -228,6 +231,8 @@ def list_runs(state_root: Path | None) -> None:
             f"{run.id}  {state}  GPU {run.gpu}  {len(servers)} of {len(run.replicas)} servers alive  "
             f"ports {','.join(str(r.port) for r in run.replicas)}  {run.pipeline}"
         )
+    for run_id in store.logs_of_failed():
+        click.echo(f"{run_id}  failed to start, nothing of it runs; logs: {store.folder(run_id)}/replica-*.log")
     if not store.ids():
         click.echo(f"no runs in {store.root}")
 
@@ -239,12 +244,18 @@ def list_runs(state_root: Path | None) -> None:
 def down(run_id: str, timeout: float, state_root: Path | None) -> None:
     """End a run: the recorded servers and no other process, then its MPS daemon. Requests in flight may end.
 
+    Of a run whose start failed, the logs are removed.
+
     Exit status: 0 when nothing is left; 1 when that cannot be confirmed: the state is kept, and what remains is said.
     """
     from sgl_omni.dp.down import tear_down
     from sgl_omni.dp.launch import kept
 
     store = store_at(state_root)
+    if run_id in store.logs_of_failed():
+        store.forget_logs(run_id)
+        click.echo(f"the logs of run {run_id}, which failed to start, are removed")
+        return
     store.load(run_id)
     with store.hold(run_id):
         run = store.load(run_id)
@@ -270,7 +281,7 @@ def only_run(store: Store) -> str:
 
 def describe(run: Run) -> list[str]:
     """A line a replica."""
-    from sgl_omni.gpu.affinity import core_text
+    from sgl_omni.config.scalars import core_text
 
     tokens = ", ".join(f"{stage} {count} tokens" for stage, count in run.capacity.items())
     return [

@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": ("sgl_omni.cli.serve:command", "Start a pipeline and its HTTP server."),
     "config": ("sgl_omni.cli.config:app", "Check, explain and draw a configuration; starts nothing."),
     "audit": ("sgl_omni.cli.audit:command", "Tell whether replicas of a model may share its weights."),
+    "plan": ("sgl_omni.cli.plan:app", "Find the topology that a machine has room for, and try it."),
     "dp": ("sgl_omni.cli.dp:app", "Start, check and end several whole servers on one GPU."),
     "mps": ("sgl_omni.cli.mps:app", "See what runs on CUDA MPS, and clean up after servers that died."),
     "router": ("sgl_omni.cli.router:command", "Relay requests to several servers behind one address."),

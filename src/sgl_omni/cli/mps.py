@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from sgl_omni.gpu import mps
-from sgl_omni.runtime.rundir import base_folder
+from sgl_omni.run_folder import base_folder
 
 
 @click.group()

@@ -141,6 +141,7 @@ def prepare(
     from sgl_omni.config.load import load_config
     from sgl_omni.config.scalars import parse_bytes
     from sgl_omni.config.tasks import Tasks
+    from sgl_omni.gpu.affinity import read_cores
     from sgl_omni.gpu.devices import usable_host
     from sgl_omni.models.registry import PipelineRegistry
     from sgl_omni.topology.builder import build_plan
@@ -152,7 +153,7 @@ def prepare(
     if platform == "cuda" and host is None:
         raise StartupError("--platform cuda: there is no GPU here, or the installed torch is built for the CPU only")
     if host is None:
-        host = virtual_host(parse_bytes(virtual_gpu_memory), os.cpu_count())
+        host = virtual_host(parse_bytes(virtual_gpu_memory), os.cpu_count(), read_cores())
     plan = build_plan(resolved, host)
     print_layout(plan, host)
     refuse_what_cannot_run(resolved.cls)

@@ -50,7 +50,7 @@ def children(path: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(key.model.model_fields) if key and key.kind == "group" and key.model else ()
 
 
-WIRING = ("next", "stream_to", "wait_for", "terminal", "route_fn", "merge_fn", "local_output")
+WIRING = ("next", "stream_to", "wait_for", "terminal", "route_fn", "merge_fn", "local_output", "device_input")
 """Keys of a stage that belong to the pipeline class where there is one."""
 ENGINE_KEYS: tuple[str, ...] = tuple(EngineConfig.model_fields)
 TOP_KEYS: tuple[str, ...] = tuple(PipelineConfig.model_fields)

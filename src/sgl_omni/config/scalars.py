@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar
 
 from pydantic import PlainValidator, WithJsonSchema
@@ -56,6 +56,13 @@ def number(value: object) -> float:
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()) and math.isfinite(float(value)):
         return float(value)
     raise _wrong("a number", value)
+
+
+def _percentage(value: object) -> int:
+    percentage = whole(value)
+    if not 1 <= percentage <= 100:
+        raise _wrong("a percentage from 1 to 100", value)
+    return percentage
 
 
 def _fraction(value: object) -> float:
@@ -139,7 +146,7 @@ def _list_of(read: Callable[[object], T], what: str, separator: str = ",") -> Ca
     return read_all
 
 
-def _cores(value: object) -> str:
+def read_core_set(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return str(value)
     if isinstance(value, str) and _CORES.fullmatch(value.strip()):
@@ -154,6 +161,17 @@ def core_numbers(cores: str) -> tuple[int, ...]:
         first, _, last = part.partition("-")
         numbers.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(numbers))
+
+
+def core_text(cores: Iterable[int]) -> str:
+    """``0-3,8``: how cores are written."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cores):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def choice(*options: str, switch: bool = False) -> Callable[[object], str]:
@@ -192,6 +210,7 @@ _INT_LIST: dict[str, Any] = {"type": "array", "items": {"type": "integer", "mini
 _TEXT_LIST: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
 
 PositiveInt = Annotated[int, PlainValidator(at_least(1)), _schema("integer", minimum=1)]
+Percentage = Annotated[int, PlainValidator(_percentage), _schema("integer", minimum=1, maximum=100)]
 Fraction = Annotated[float, PlainValidator(_fraction), _schema("number", exclusiveMinimum=0, maximum=1)]
 OpenFraction = Annotated[
     float, PlainValidator(_open_fraction), _schema("number", exclusiveMinimum=0, exclusiveMaximum=1)
@@ -216,7 +235,7 @@ Names = Annotated[
 ]
 CoreSets = Annotated[
     tuple[str, ...],
-    PlainValidator(_list_of(_cores, 'one core set per replica, as in ["0-9", "10-19"]', separator=" ")),
+    PlainValidator(_list_of(read_core_set, 'one core set per replica, as in ["0-9", "10-19"]', separator=" ")),
     WithJsonSchema(_TEXT_LIST),
 ]
 StageGroups = Annotated[

@@ -14,6 +14,7 @@ from sgl_omni.config.scalars import (
     Fraction,
     Names,
     OpenFraction,
+    Percentage,
     PositiveInt,
     Size,
     StageGroups,
@@ -31,6 +32,7 @@ def _one_of(*options: str, switch: bool = False) -> PlainValidator:
 MpsMode = Annotated[Literal["off", "auto", "on"], _one_of("off", "auto", "on", switch=True)]
 Switch = Annotated[Literal["off", "on"], _one_of("off", "on", switch=True)]
 Policy = Annotated[Literal["round_robin", "least_inflight"], _one_of("round_robin", "least_inflight")]
+DeriveMode = Annotated[Literal["off", "auto", "on"], _one_of("off", "auto", "on", switch=True)]
 OnExit = Annotated[Literal["stop", "restart"], _one_of("stop", "restart")]
 
 
@@ -92,6 +94,10 @@ class StageConfig(_Section):
     local_output: Flag = Field(
         default=False, description="The stage's output cannot be serialised: its successors must share its Process."
     )
+    device_input: Flag = Field(
+        default=False,
+        description="The stage takes tensors where they are: those of another process's GPU stage arrive on its GPU.",
+    )
     factory_path: Text | None = Field(default=None, description="Import path of the function that builds the stage.")
     factory: dict[str, Any] = Field(default={}, description="Keyword arguments of the factory.")
     engine: EngineConfig | None = Field(default=None, description="Engine settings; engine stages only.")
@@ -107,6 +113,10 @@ class ProcessConfig(_Section):
     )
     replica_policy: Policy = Field(default="round_robin", description="How a request's replica is chosen.")
     cpu_cores: CoreSets | None = Field(default=None, description='One core set per replica, as in ["0-9", "10-19"].')
+    mps_thread_percentage: Percentage | None = Field(
+        default=None,
+        description="Under MPS, the part of the GPU's multiprocessors that each instance may use, 1 to 100 percent.",
+    )
 
 
 class PlacementConfig(_Section):
@@ -117,6 +127,11 @@ class PlacementConfig(_Section):
     )
     require_memory_fraction_for_colocation: Flag = Field(
         default=True, description="Whether every GPU stage must declare a budget where two Processes share a GPU."
+    )
+    derive_cpu_cores: DeriveMode = Field(
+        default="auto",
+        description="Whether GPU instances without cpu_cores get disjoint sets of cores near their GPU: off, auto "
+        "(on CUDA, where each gets two physical cores or more) or on (the CPU platform too, from one core up).",
     )
 
 

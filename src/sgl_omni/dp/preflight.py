@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from sgl_omni.config.resolved import ResolvedConfig
+from sgl_omni.config.scalars import core_text
 from sgl_omni.errors import LaunchRefused
-from sgl_omni.gpu.affinity import Cores, block_problems, core_text, parse_blocks, split_cores
+from sgl_omni.gpu.affinity import block_problems, parse_blocks
 from sgl_omni.gpu.devices import GpuFacts
 from sgl_omni.gpu.mps import PROGRAM
+from sgl_omni.topology.cores import split_cores
+from sgl_omni.topology.host import Cores
 from sgl_omni.topology.plan import Plan
 
 FIRST_PORT = 8100
@@ -33,13 +36,17 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What is there: ``gpu`` is None where there is none of that ordinal, with ``why`` saying so."""
+    """What is there: ``gpu`` is None where there is none of that ordinal, with ``why`` saying so.
+
+    ``taken``: cores that living runs have, with the run's id.
+    """
 
     cores: Cores
     gpu: GpuFacts | None = None
     why: str = ""
     node: int | None = None
     has_mps: bool = False
+    taken: Mapping[int, str] = field(default_factory=dict[int, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +71,7 @@ def place(asked: Asked, machine: Machine) -> Place:
         problems.append("the CPU platform has no MPS; leave --mps out")
     node, node_problem = _node(asked, machine)
     problems += [node_problem] if node_problem else []
-    blocks, block_faults = _blocks(asked, machine.cores, node)
+    blocks, block_faults = _blocks(asked, machine, node)
     problems += block_faults
     ports = find_ports(asked.replicas, asked.base_port, problems)
     if problems:
@@ -94,10 +101,12 @@ def _node(asked: Asked, machine: Machine) -> tuple[int | None, str | None]:
     return None, f"the machine does not say which NUMA node GPU {asked.gpu} is on; set NUMA_NODE to one of {known}"
 
 
-def _blocks(asked: Asked, cores: Cores, node: int | None) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
+def _blocks(asked: Asked, machine: Machine, node: int | None) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
+    """The blocks asked for, which may be those of other runs; else the cores of the node that no living run has."""
+    cores = machine.cores
     try:
         if asked.core_blocks is None:
-            return split_cores(cores.physical(node), asked.replicas), []
+            return _free_blocks(cores, machine.taken, node, asked.replicas), []
         blocks = parse_blocks(asked.core_blocks)
     except ValueError as error:
         return (), [f"CORE_BLOCKS: {error}"]
@@ -105,6 +114,20 @@ def _blocks(asked: Asked, cores: Cores, node: int | None) -> tuple[tuple[tuple[i
     if len(blocks) != asked.replicas:
         problems.insert(0, f"{len(blocks)} blocks for {asked.replicas} replicas; write one for each")
     return blocks, [f"CORE_BLOCKS: {problem}" for problem in problems]
+
+
+def _free_blocks(cores: Cores, taken: Mapping[int, str], node: int | None, count: int) -> tuple[tuple[int, ...], ...]:
+    """Raises ``ValueError`` that names the runs which have the rest, where too few cores are left."""
+    physical = cores.physical(node)
+    free = [cpu for cpu in physical if not cores.siblings[cpu] & taken.keys()]
+    if len(free) < count <= len(physical):
+        others = {taken[other]: None for cpu in physical for other in sorted(cores.siblings[cpu] & taken.keys())}
+        raise ValueError(
+            f"{count} blocks of cores are asked for, and of {len(physical)} physical cores {len(free)} are free: "
+            f"{'run' if len(others) == 1 else 'runs'} {', '.join(others)} {'has' if len(others) == 1 else 'have'} the "
+            "rest; name cores to share them"
+        )
+    return split_cores(free, count)
 
 
 def find_ports(count: int, base: int | None, problems: list[str]) -> tuple[int, ...]:

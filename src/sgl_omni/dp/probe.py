@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 
+from sgl_omni.config.scalars import core_text
 from sgl_omni.dp.marks import Mark
 from sgl_omni.dp.state import Replica, Run, Worker
-from sgl_omni.gpu.affinity import core_text
 from sgl_omni.gpu.mps import MpsDaemon, MpsError
 
 HEALTH_SECONDS = 5.0

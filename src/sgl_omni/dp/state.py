@@ -20,10 +20,11 @@ import msgspec
 
 from sgl_omni.dp.marks import Mark, boot_id
 from sgl_omni.errors import LaunchFailed, LaunchRefused
-from sgl_omni.runtime.rundir import base_folder, private_folder
+from sgl_omni.run_folder import base_folder, private_folder
 
 RECORD = "run.json"
 ATTACH_FILE = "mps_attach.txt"
+LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,19 @@ class Store:
         try:
             return msgspec.json.decode(path.read_bytes(), type=Run)
         except msgspec.DecodeError as error:
-            raise LaunchFailed(f"run '{run_id}': {path} cannot be read ({error}); nothing of it is touched") from error
+            raise LaunchFailed(
+                f"run '{run_id}': {path} cannot be read ({error}); nothing of it is touched. Once no server of it is "
+                f"left (their logs lie beside it), remove it: rm -r {path.parent}"
+            ) from error
+
+    def logs_of_failed(self) -> list[str]:
+        """Runs whose start failed and was undone: nothing but their servers' logs is left, to be read."""
+        folders = {path.parent for path in self.root.glob("*/replica-*.log")}
+        return sorted(folder.name for folder in folders if not (folder / RECORD).exists())
+
+    def forget_logs(self, run_id: str) -> None:
+        """Removes what is left of a run whose start failed."""
+        shutil.rmtree(self.folder(run_id))
 
     def save(self, run: Run) -> None:
         """Whole or not at all."""
@@ -129,7 +142,7 @@ class Store:
             LaunchRefused: another run has the GPU, or has left its state; the folders cannot be made.
         """
         claims = _claims()
-        with _locked(claims / "lock"):
+        with _locked(claims / LOCK):
             self._refuse_second(run, claims)
             try:
                 self.folder(run.id).mkdir(mode=0o700, parents=True)
@@ -139,12 +152,12 @@ class Store:
             (claims / run.gpu_key).write_text(str(self.folder(run.id)))
 
     def _refuse_second(self, run: Run, claims: Path) -> None:
-        """Runs of this root, and the one that the GPU's claim names."""
-        known = [(self, run_id) for run_id in self.ids()]
-        claim = claims / run.gpu_key
-        if claim.is_file() and (folder := Path(claim.read_text())).joinpath(RECORD).is_file():
-            known.append((Store(folder.parent), folder.name))
-        for store, run_id in known:
+        """Runs of this root, and the one that the GPU's claim names. One that another GPU claims is no matter here."""
+        claimed = _claimed(claims)
+        known = {self.folder(run_id) for run_id in self.ids()} - set(claimed.values())
+        known |= {folder for key, folder in claimed.items() if key == run.gpu_key}
+        for folder in sorted(known):
+            store, run_id = Store(folder.parent), folder.name
             other = store.load(run_id)
             if other.gpu_key != run.gpu_key:
                 continue
@@ -158,7 +171,7 @@ class Store:
     def forget(self, run: Run, *, keep_logs: bool = False) -> None:
         """Removes the record of a run of which nothing is left, and its claim."""
         claims = _claims()
-        with _locked(claims / "lock"):
+        with _locked(claims / LOCK):
             claim = claims / run.gpu_key
             if claim.is_file() and claim.read_text() == str(self.folder(run.id)):
                 claim.unlink()
@@ -191,6 +204,25 @@ class Store:
             os.close(fd)
 
 
+def cores_in_use() -> dict[int, str]:
+    """The cores that servers of this user's living runs are pinned to, with the run's id, whatever its state root.
+
+    Raises:
+        LaunchFailed: the record of a run cannot be read, so nobody knows its cores.
+    """
+    claims = base_folder() / "dp"
+    if not claims.is_dir():
+        return {}
+    with _locked(claims / LOCK):
+        folders = _claimed(claims).values()
+    used: dict[int, str] = {}
+    for folder in folders:
+        run = Store(folder.parent).load(folder.name)
+        if run.marks():
+            used |= {core: run.id for replica in run.replicas for core in replica.cores}
+    return used
+
+
 def new_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
@@ -212,6 +244,12 @@ def _claims() -> Path:
     folder = base_folder() / "dp"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
+
+
+def _claimed(claims: Path) -> dict[str, Path]:
+    """The folder of the run that has a GPU, by the GPU's key."""
+    folders = {path.name: Path(path.read_text()) for path in claims.iterdir() if path.name != LOCK}
+    return {key: folder for key, folder in folders.items() if (folder / RECORD).is_file()}
 
 
 @contextmanager

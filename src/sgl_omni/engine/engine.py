@@ -131,7 +131,7 @@ class AutoregressiveEngine:
         Raises ``StartupError`` for a pool that holds nothing.
         """
         pages = settings.pages(model.kv_shape, model.device)
-        pool = PagePool(pages, settings.page_size)
+        pool = PagePool(pages, settings.page_size, model.kv_shape.bytes_per_token)
         if device_rows is None:
             device_rows = model.device.type == "cuda" and settings.group_rows is None and not model.asks_host
         if device_rows and model.asks_host:
@@ -242,6 +242,8 @@ class AutoregressiveEngine:
             "queued": len(self._scheduler.waiting),
             "kv_capacity_tokens": self._pool.capacity,
             "kv_used_tokens": self._pool.used * self._pool.page_size,
+            "kv_page_tokens": self._pool.page_size,
+            "kv_bytes_per_token": self._pool.bytes_per_token,
             "kv_reusable_tokens": self._pool.cached * self._pool.page_size,
             "retractions": self._scheduler.retractions,
             "reused_tokens": self._scheduler.reused_tokens,

@@ -55,7 +55,9 @@ class PagePool:
     until its place is wanted. Cached pages go least recently used first.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, bytes_per_token: int = 0) -> None:
+        """``bytes_per_token`` is what a position takes of memory, for those who ask; 0 where nobody says."""
+        self.bytes_per_token = bytes_per_token
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = deque(range(num_pages))

@@ -6,6 +6,7 @@ depends on nothing else, so it is the same in every batch, after a retraction, a
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -78,9 +79,13 @@ def sample_masked(
 
 
 def seed_key(seed: int) -> int:
-    """A hash of a request's seed, 32 bits."""
-    seed &= 0x7FFFFFFFFFFFFFFF
-    return _mix(_mix(seed) ^ (seed >> 32))
+    """A hash of all bits of a request's seed, which may be any whole number; 32 bits."""
+    if 0 <= seed < 2**63:
+        return _mix(_mix(seed) ^ (seed >> 32))
+    key = 0
+    for word in struct.iter_unpack("<I", seed.to_bytes(4 * (seed.bit_length() // 32 + 1), "little", signed=True)):
+        key = _mix(key ^ word[0])
+    return key
 
 
 def step_keys(seed_keys: Tensor, steps: Tensor) -> Tensor:

@@ -7,37 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from sgl_omni.config.scalars import core_numbers
+from sgl_omni.config.scalars import core_numbers, core_text
+from sgl_omni.topology.host import Cores
 
 SYSFS = Path("/sys")
 _BLOCK = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
-
-
-@dataclass(frozen=True, slots=True)
-class Cores:
-    """The CPUs that may be used.
-
-    ``nodes``: NUMA node -> its online CPUs. ``siblings``: CPU -> the CPUs of its physical core, itself among them.
-    ``allowed``: what this process may run on.
-    """
-
-    nodes: dict[int, frozenset[int]]
-    siblings: dict[int, frozenset[int]]
-    allowed: frozenset[int]
-
-    def of_node(self, node: int | None) -> frozenset[int]:
-        """The CPUs of a node that this process may run on; those of all nodes for None."""
-        everywhere = frozenset[int]().union(*self.nodes.values())
-        return self.allowed & (everywhere if node is None else self.nodes.get(node, frozenset()))
-
-    def physical(self, node: int | None) -> tuple[int, ...]:
-        """One CPU for each physical core of a node, the lowest that may be used, in order."""
-        usable = self.of_node(node)
-        return tuple(sorted({min(self.siblings[cpu] & usable) for cpu in usable}))
 
 
 def read_cores(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> Cores:
@@ -83,18 +60,6 @@ def parse_blocks(text: str) -> tuple[tuple[int, ...], ...]:
     return tuple(blocks)
 
 
-def split_cores(cores: Sequence[int], blocks: int) -> tuple[tuple[int, ...], ...]:
-    """As many even blocks of neighbouring cores; what cannot be divided is left out.
-
-    Raises:
-        ValueError: there are fewer cores than blocks.
-    """
-    size = len(cores) // blocks
-    if size == 0:
-        raise ValueError(f"{blocks} blocks of cores are asked for, and there are {len(cores)} physical cores")
-    return tuple(tuple(cores[i * size : (i + 1) * size]) for i in range(blocks))
-
-
 def block_problems(blocks: Sequence[Sequence[int]], cores: Cores, node: int | None) -> list[str]:
     """All that is wrong with core blocks: a core used twice, by number or as two threads of it; one that is missing."""
     problems = []
@@ -123,17 +88,6 @@ def block_problems(blocks: Sequence[Sequence[int]], cores: Cores, node: int | No
         if len(group) > 1:
             problems.append(f"{_cores(group)} are threads of one physical core: name one of them")
     return problems
-
-
-def core_text(cores: Iterable[int]) -> str:
-    """``0-3,8``: how cores are written."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cores):
-        if runs and cpu == runs[-1][1] + 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _cores(cores: Sequence[int]) -> str:

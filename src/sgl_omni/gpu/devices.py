@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sgl_omni.errors import StartupError
-from sgl_omni.topology.host import Device, Host
+from sgl_omni.gpu.affinity import gpu_node, read_cores
+from sgl_omni.topology.host import Device, Host, node_parts
 
 
 def usable_host() -> Host | None:
@@ -30,9 +31,17 @@ def real_host() -> Host | None:
     except pynvml.NVMLError:
         return None
     try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        nodes = [gpu_node(_bus_id(h)) for h in handles]
+        parts = node_parts(nodes)
         devices = tuple(
-            Device(memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(h).total), name=str(pynvml.nvmlDeviceGetName(h)))
-            for h in _visible_handles()
+            Device(
+                memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handles[i]).total),
+                name=str(pynvml.nvmlDeviceGetName(handles[i])),
+                numa_node=nodes[i],
+                node_part=parts[i],
+            )
+            for i in _visible(handles)
         )
     except pynvml.NVMLError:
         return None
@@ -41,7 +50,7 @@ def real_host() -> Host | None:
     if not devices:
         return None
     mps = shutil.which("nvidia-cuda-mps-control") is not None
-    return Host(devices=devices, mps=mps, cpu_count=os.cpu_count())
+    return Host(devices=devices, mps=mps, cpu_count=os.cpu_count(), cores=read_cores())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,30 +76,57 @@ def gpu_facts(ordinal: int) -> GpuFacts:
     except pynvml.NVMLError as error:
         raise StartupError(f"GPU {ordinal}: the NVIDIA driver does not answer: {error}") from error
     try:
-        handles = _visible_handles()
-        if ordinal >= len(handles):
-            raise StartupError(f"GPU {ordinal}: this process sees {len(handles)} GPUs")
-        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handles[ordinal])
-        bus = pynvml.nvmlDeviceGetPciInfo(handles[ordinal]).busId
-        uuid = str(pynvml.nvmlDeviceGetUUID(handles[ordinal]))
-        return GpuFacts(uuid, tuple(int(p.pid) for p in running), bus if isinstance(bus, str) else bus.decode())
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        visible = _visible(handles)
+        if ordinal >= len(visible):
+            raise StartupError(f"GPU {ordinal}: this process sees {len(visible)} GPUs")
+        handle = handles[visible[ordinal]]
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        uuid = str(pynvml.nvmlDeviceGetUUID(handle))
+        return GpuFacts(uuid, tuple(int(p.pid) for p in running), _bus_id(handle))
     except pynvml.NVMLError as error:
         raise StartupError(f"GPU {ordinal}: the NVIDIA driver refuses: {error}") from error
     finally:
         pynvml.nvmlShutdown()
 
 
-def _visible_handles() -> list[Any]:
-    """Handles of the GPUs that this process may use: indices and (beginnings of) UUIDs are understood, and as CUDA
+def memory_by_process(ordinal: int) -> dict[int, int] | None:
+    """Bytes of a GPU that each process holds, by pid; None where the driver does not tell, as in some containers.
+
+    Raises:
+        StartupError: there is no such GPU, or the driver does not answer.
+    """
+    import pynvml
+
+    gpu_facts(ordinal)
+    pynvml.nvmlInit()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handles[_visible(handles)[ordinal]])
+    except pynvml.NVMLError as error:
+        raise StartupError(f"GPU {ordinal}: the NVIDIA driver refuses: {error}") from error
+    finally:
+        pynvml.nvmlShutdown()
+    held = {int(p.pid): p.usedGpuMemory for p in running}
+    return None if not held or None in held.values() else {pid: int(size) for pid, size in held.items()}
+
+
+def _visible(handles: Sequence[Any]) -> list[int]:
+    """Indices of the GPUs that this process may use: indices and (beginnings of) UUIDs are understood, and as CUDA
     does, the list ends at the first entry that names no GPU."""
     import pynvml
 
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return handles
-    uuids = [str(pynvml.nvmlDeviceGetUUID(h)) for h in handles]
-    return [handles[i] for i in select_visible(visible, uuids)]
+        return list(range(len(handles)))
+    return select_visible(visible, [str(pynvml.nvmlDeviceGetUUID(h)) for h in handles])
+
+
+def _bus_id(handle: Any) -> str:
+    import pynvml
+
+    bus = pynvml.nvmlDeviceGetPciInfo(handle).busId
+    return bus if isinstance(bus, str) else str(bus.decode())
 
 
 def select_visible(visible: str, uuids: Sequence[str]) -> list[int]:

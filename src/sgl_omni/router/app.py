@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sgl_omni.errors import InvalidRequest
 from sgl_omni.router.admin import PATHS, Admin
 from sgl_omni.router.dispatch import Dispatcher, Limits
 from sgl_omni.router.exchange import Exchange
@@ -16,7 +17,7 @@ from sgl_omni.router.health import Thresholds
 from sgl_omni.router.policy import make_policy
 from sgl_omni.router.probe import Probe, Probing
 from sgl_omni.router.proxy import ClientConnection
-from sgl_omni.router.workers import Address, Worker, Workers
+from sgl_omni.router.workers import Address, Worker, Workers, is_own
 
 log = logging.getLogger("sgl_omni.router")
 
@@ -56,6 +57,7 @@ class Router:
         self._clients: set[ClientConnection] = set()
         self._servers: list[asyncio.Server] = []
         self._sweeping: asyncio.Task[None] | None = None
+        self._own: tuple[str, int] | None = None
 
     async def start(self, sock: socket.socket, control: str | None = None) -> None:
         """Answers on a bound socket and, for sibling processes, on the unix socket ``control``."""
@@ -64,6 +66,8 @@ class Router:
         if control is not None:
             local = functools.partial(ClientConnection, functools.partial(self._take, of_sibling=True), self._clients)
             self._servers.append(await loop.create_unix_server(local, control))
+        host, port = sock.getsockname()[:2]
+        self._own = (host, port)
         public = functools.partial(ClientConnection, self._take, self._clients)
         self._servers.append(await loop.create_server(public, sock=sock, backlog=BACKLOG))
 
@@ -75,7 +79,13 @@ class Router:
             self.dispatcher.submit(exchange)
 
     def add_worker(self, address: Address) -> None:
-        """Takes requests once its health has been seen; one that is draining is back at once."""
+        """Takes requests once its health has been seen; one that is draining is back at once.
+
+        Raises:
+            InvalidRequest: it is this router itself.
+        """
+        if self._own is not None and is_own(address, *self._own):
+            raise InvalidRequest(f"worker {address.url} is this router's own address", "url")
         worker = self.workers.add(address)
         if drain := self._drains.pop(worker, None):
             drain.cancel()

@@ -8,15 +8,18 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Sequence
 
+from sgl_omni.errors import StartupError
 from sgl_omni.listening import bind, url_of
 from sgl_omni.parent import die_with_parent
 from sgl_omni.router.app import Router, RouterOptions
-from sgl_omni.router.workers import Address
+from sgl_omni.router.workers import Address, is_own
+from sgl_omni.run_folder import LockedFolder, base_folder, dead_folders, locked, private_folder
 
 log = logging.getLogger("sgl_omni.router")
+
+PREFIX = "router-"
 
 
 async def run_one(
@@ -27,7 +30,12 @@ async def run_one(
     control: str | None = None,
     siblings: Sequence[str] = (),
 ) -> int:
-    """One process, until a signal; a second one cuts what still runs."""
+    """One process, until a signal; a second one cuts what still runs.
+
+    Raises:
+        StartupError: a worker's address is the router's own.
+    """
+    refuse_own(addresses, sock)
     stopping, killing = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -37,6 +45,8 @@ async def run_one(
     for address in addresses:
         router.add_worker(address)
     log.info("ready: router on %s", url_of(sock))
+    if not addresses and not siblings:
+        log.warning(NO_WORKERS)
     await stopping.wait()
     log.info("shutting down; requests in flight get %g s", drain_seconds)
     draining = asyncio.ensure_future(router.drain(drain_seconds))
@@ -57,10 +67,16 @@ def run_several(
 
     Signals are passed on. A process that ends by itself ends all, with status 1: the others would answer for its
     share of connections no more than it does.
+
+    Raises:
+        StartupError: the address cannot be had, or is also a worker's.
     """
     bound = bind(host, port, shared=True)
-    folder = tempfile.mkdtemp(prefix="sgl-omni-router-")
-    sockets = [os.path.join(folder, f"{i}.sock") for i in range(count)]
+    refuse_own(addresses, bound)
+    if not addresses:
+        log.warning(NO_WORKERS)
+    folder = new_folder()
+    sockets = [str(folder.path / f"{i}.sock") for i in range(count)]
     children: dict[int, int] = {}
     try:
         for i in range(count):
@@ -68,7 +84,29 @@ def run_several(
         return _watch(children)
     finally:
         bound.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.close()
+
+
+NO_WORKERS = "there is no worker yet; POST /workers adds one (--worker-urls and --worker-file name none)"
+
+
+def refuse_own(addresses: Sequence[Address], sock: socket.socket) -> None:
+    """Raises ``StartupError`` for a worker that is this router itself."""
+    host, port = sock.getsockname()[:2]
+    for address in addresses:
+        if is_own(address, host, port):
+            raise StartupError(f"worker {address.url} is this router's own address; name the servers behind it")
+
+
+def new_folder() -> LockedFolder:
+    """A private folder for the processes' sockets, after removing those of routers that were killed."""
+    base = base_folder()
+    private_folder(base)
+    with locked(base):
+        for folder in dead_folders(base, PREFIX):
+            shutil.rmtree(folder, ignore_errors=True)
+            log.info("removed what a dead router left in %s", folder)
+        return LockedFolder(base, PREFIX)
 
 
 def _fork(

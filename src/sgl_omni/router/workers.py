@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,6 +42,31 @@ def parse_address(text: str) -> Address:
         shown = f"[{host}]" if ":" in host else host
         return Address(f"http://{shown}:{parts.port}", host, parts.port or 0)
     raise InvalidRequest(f"worker {text[:200]!r}: {reason}; write http://host:port", "url")
+
+
+def is_own(address: Address, host: str, port: int) -> bool:
+    """Whether what is sent to an address comes to the socket of this machine that is bound to (``host``, ``port``)."""
+    if address.port != port:
+        return False
+    try:
+        found = socket.getaddrinfo(address.host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return False  # a name that is unknown now is the probe's to report
+    ips = {str(info[4][0]) for info in found}
+    if ipaddress.ip_address(host).is_unspecified:
+        return any(_is_local(ip) for ip in ips)
+    return host in ips
+
+
+def _is_local(ip: str) -> bool:
+    """An address can be bound only on the machine that has it."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.bind((ip, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _fault(text: str) -> str | None:

@@ -63,10 +63,12 @@ def build_runner(
 
 
 def budget_bytes(stage: StagePlan, plan: Plan, device: int | None) -> int | None:
-    """What the stage may hold of its GPU; None where nothing says so, or there is no GPU to take a fraction of."""
-    if stage.budget_fraction is None or device is None or plan.platform != "cuda":
-        return stage.budget_bytes
-    return int(stage.budget_fraction * total_memory(device))
+    """What the stage itself may hold of its GPU, without the buffers in which its tensors travel; None where nothing
+    says so, or there is no GPU to take a fraction of."""
+    budget = stage.budget_bytes
+    if stage.budget_fraction is not None and device is not None and plan.platform == "cuda":
+        budget = int(stage.budget_fraction * total_memory(device))
+    return None if budget is None else budget - stage.transport_bytes
 
 
 def enforce_budgets(plan: Plan, instance: InstancePlan, device: int | None, beside: int = 0) -> None:
@@ -84,6 +86,7 @@ def enforce_budgets(plan: Plan, instance: InstancePlan, device: int | None, besi
         return
     fraction = sum(stage.budget_fraction or 0.0 for stage in stages)
     size = sum(stage.budget_bytes or 0 for stage in stages)
+    beside += sum(stage.transport_bytes for stage in stages)
     cap = cap_allocator(device, fraction=fraction, size=size, beside=beside)
     log.info("this process's torch allocator is held to %.2f GiB of GPU %d", cap / 2**30, device)
 

@@ -19,8 +19,13 @@ import msgspec
 
 from sgl_omni.errors import PayloadError
 from sgl_omni.runtime import payload as wire
+from sgl_omni.runtime.blocks import BlockPool, Device, OpenedBlocks
 from sgl_omni.runtime.messages import (
     AnyMessage,
+    BlockAnswer,
+    BlockOffer,
+    BlocksGone,
+    BlocksRead,
     Forget,
     Message,
     Release,
@@ -45,10 +50,19 @@ OnClose = Callable[["Channel", str], None]
 class Channel:
     """A framed, bidirectional message stream over a connected unix stream socket.
 
-    `on_close(channel, reason)` is called once, with reason "" when the peer closed or died.
+    `on_close(channel, reason)` is called once, with reason "" when the peer closed or died. `device`: this process's
+    device memory, where tensors may come and go by it.
     """
 
-    def __init__(self, sock: socket.socket, on_message: OnMessage, on_close: OnClose, *, name: str = "") -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_message: OnMessage,
+        on_close: OnClose,
+        *,
+        name: str = "",
+        device: Device | None = None,
+    ) -> None:
         sock.setblocking(False)
         self.name = name
         self._sock = sock
@@ -67,6 +81,9 @@ class Channel:
         self._pool = SegmentPool()
         self._views = SegmentViews(self._dropped)
         self._released: list[int] = []
+        self._blocks = None if device is None else BlockPool(device, self._offer, self._forget_block, lambda: self.name)
+        self._opened = OpenedBlocks(device)
+        self._blocks_read: list[int] = []
         self.closed = False
         self._loop.add_reader(sock.fileno(), self._readable)
 
@@ -85,14 +102,24 @@ class Channel:
         """Shared memory that this process keeps for sending."""
         return self._pool.mapped_bytes
 
+    @property
+    def blocks_out(self) -> int:
+        """Blocks of device memory that the peer has yet to read."""
+        return self._blocks.leased if self._blocks is not None else 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that this process keeps for sending."""
+        return self._blocks.held_bytes if self._blocks is not None else 0
+
     def send(self, message: Message) -> None:
         """Queues one message that holds no payload. Dropped when the channel is closed: whoever supervises the
         peer knows that it is gone."""
         if not self.closed:
             self._append(message)
 
-    def send_payload(self, message: Submit | StreamChunk | Result, stage: str) -> None:
-        """Queues one message with a payload given by `stage`.
+    def send_payload(self, message: Submit | StreamChunk | Result, stage: str, *, by_device: bool = False) -> None:
+        """Queues one message with a payload given by `stage`; with `by_device` its tensors may go by device memory.
 
         Raises:
             PayloadError: a value cannot travel; nothing was queued.
@@ -100,6 +127,13 @@ class Channel:
         if self.closed:
             return
         taken: list[int] = []
+        filled: list[int] = []
+
+        def fill(tensor: Any) -> int | None:
+            block = self._blocks.fill(tensor) if self._blocks is not None else None
+            if block is not None:
+                filled.append(block)
+            return block
 
         def store(size: int) -> tuple[int, Any]:
             segment, buffer, fd = self._pool.take(size)
@@ -109,8 +143,12 @@ class Channel:
             return segment, buffer
 
         try:
-            self._append(msgspec.structs.replace(message, payload=wire.pack(message.payload, stage, store)))
+            packed = wire.pack(message.payload, stage, store, fill if by_device else None)
+            self._append(msgspec.structs.replace(message, payload=packed))
         except BaseException as error:
+            for block in filled:
+                assert self._blocks is not None
+                self._blocks.give_back(block)
             for segment in taken:
                 self._take_back(segment)
             if isinstance(error, OverflowError):
@@ -135,6 +173,9 @@ class Channel:
         self._descriptors.clear()
         self._pool.close()
         self._views.close()
+        if self._blocks is not None:
+            self._blocks.close()
+        self._opened.close()
         self._on_close(self, reason)
 
     def flush(self) -> None:
@@ -145,6 +186,9 @@ class Channel:
         if self._released:
             released, self._released = self._released, []
             self._append(Release(released))
+        if self._blocks_read:
+            read, self._blocks_read = self._blocks_read, []
+            self._append(BlocksRead(read))
         try:
             while self._out:
                 data, fd = self._out[0]
@@ -248,6 +292,14 @@ class Channel:
         elif isinstance(message, Forget):
             for segment in message.segments:
                 self._views.forget(segment)
+        elif isinstance(message, BlockOffer):
+            refusal = self._opened.open(message.block, message.size, self._descriptors.popleft())
+            self._append(BlockAnswer(message.block, refusal))
+        elif isinstance(message, BlocksGone):
+            for block in message.blocks:
+                self._opened.forget(block)
+        elif isinstance(message, BlockAnswer | BlocksRead):
+            self._take_blocks_back(message)
         else:
             self._on_message(self, message)
 
@@ -266,8 +318,30 @@ class Channel:
         if not self._pool.give_back(segment):
             self._append(Forget([segment]))
 
+    def _offer(self, block: int, size: int, fd: int) -> None:
+        self._append(BlockOffer(block, size), fd)
+
+    def _forget_block(self, block: int) -> None:
+        self._append(BlocksGone([block]))
+
+    def _take_blocks_back(self, message: BlockAnswer | BlocksRead) -> None:
+        if self._blocks is None:
+            self.close("an answer about device memory where there is none")
+        elif isinstance(message, BlockAnswer):
+            self._blocks.answered(message.block, message.refusal)
+        else:
+            for block in message.blocks:
+                self._blocks.give_back(block)
+
     def _unpack_value(self, code: int, data: memoryview) -> Any:
-        return wire.unpack(code, data, self._load)
+        return wire.unpack(code, data, self._load, self._read_block)
+
+    def _read_block(self, block: int, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """A copy of this process's own, so the block is the sender's again at once."""
+        tensor = self._opened.read(block, dtype, shape)
+        self._blocks_read.append(block)
+        self._schedule_flush()
+        return tensor
 
     def _load(self, segment: int, size: int) -> Bytes:
         return self._views.view(segment, size)

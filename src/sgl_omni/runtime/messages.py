@@ -111,6 +111,32 @@ class Forget(Message, tag=16, frozen=True):
     segments: list[int]
 
 
+class BlockOffer(Message, tag=18, frozen=True):
+    """Announces a block of device memory whose descriptor rides with this frame."""
+
+    block: int
+    size: int
+
+
+class BlockAnswer(Message, tag=19, frozen=True):
+    """Whether the receiver could open a block: `refusal` is "" where it could."""
+
+    block: int
+    refusal: str
+
+
+class BlocksRead(Message, tag=20, frozen=True):
+    """The receiver has copied what these blocks held; they are the sender's again."""
+
+    blocks: list[int]
+
+
+class BlocksGone(Message, tag=21, frozen=True):
+    """The sender has given these blocks up for good."""
+
+    blocks: list[int]
+
+
 class Hello(Message, tag=10, frozen=True):
     """First frame of a connection between two instances."""
 
@@ -186,6 +212,10 @@ AnyMessage = (
     | Segment
     | Release
     | Forget
+    | BlockOffer
+    | BlockAnswer
+    | BlocksRead
+    | BlocksGone
     | Hello
     | Spawn
     | Ready

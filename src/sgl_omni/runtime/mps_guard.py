@@ -20,6 +20,16 @@ ATTACH_FILE = "mps_attach.json"
 OnServerDeath = Callable[[int, set[str]], None]
 
 
+def client_limits(instance: InstancePlan) -> dict[str, str]:
+    """What the plan limits a client to, as the driver reads it; its only GPU is device 0."""
+    limits = {}
+    if instance.mps_thread_percentage is not None:
+        limits["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(instance.mps_thread_percentage)
+    if instance.mps_memory_limit is not None:
+        limits["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={instance.mps_memory_limit // 2**20}M"
+    return limits
+
+
 class MpsGuard:
     """The daemons of one plan's GPUs. Blocking calls to the control program run in threads."""
 
@@ -73,12 +83,12 @@ class MpsGuard:
         self._daemons[gpu] = daemon
 
     def environment(self, instance: InstancePlan) -> dict[str, str]:
-        """What a client's process needs: the daemon's folders, and its GPU as the only one."""
+        """What a client's process needs: the daemon's folders, its GPU as the only one, and what limits it."""
         gpu = self._gpu_of.get(instance.name)
         if gpu is None:
             return {}
         daemon = self._daemons[gpu]
-        return daemon.control.environment | {"CUDA_VISIBLE_DEVICES": daemon.uuid}
+        return daemon.control.environment | {"CUDA_VISIBLE_DEVICES": daemon.uuid} | client_limits(instance)
 
     async def verify(self, pids: dict[str, int]) -> None:
         """Proves that every client among `pids` ({instance: pid}) is attached, records it and watches the servers.

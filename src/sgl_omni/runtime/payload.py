@@ -33,9 +33,16 @@ Store = Callable[[int], tuple[int, Any]]
 Load = Callable[[int, int], Bytes]
 """Maps the first n bytes of a segment."""
 
+Fill = Callable[["torch.Tensor"], int | None]
+"""Copies a tensor into a block of device memory: its number; None where the tensor goes through host memory."""
+
+Read = Callable[[int, "torch.dtype", tuple[int, ...]], "torch.Tensor"]
+"""The tensor that a block of device memory holds."""
+
 
 class WireValue(msgspec.Struct, array_like=True, frozen=True):
-    """`kind` is "array", "tensor", "bytes" or "str"; `inline` is None where the bytes lie in `segment`."""
+    """`kind` is "array", "tensor", "bytes" or "str"; `inline` is None where the bytes lie in `segment`. Of a "device"
+    tensor, `segment` is the block."""
 
     kind: str
     dtype: str
@@ -49,7 +56,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(WireValue)
 
 
-def pack(payload: Any, stage: str, store: Store) -> dict[str, Any]:
+def pack(payload: Any, stage: str, store: Store, fill: Fill | None = None) -> dict[str, Any]:
     """Replaces every value that msgpack cannot carry, or should not copy, by an extension value.
 
     Raises:
@@ -57,10 +64,10 @@ def pack(payload: Any, stage: str, store: Store) -> dict[str, Any]:
     """
     if type(payload) is not dict:
         raise PayloadError(f"stage '{stage}' gave a {type(payload).__name__} where a payload (dict) was expected")
-    return {key: _pack(value, stage, key, store) for key, value in payload.items()}
+    return {key: _pack(value, stage, key, store, fill) for key, value in payload.items()}
 
 
-def _pack(value: Any, stage: str, path: Any, store: Store) -> Any:
+def _pack(value: Any, stage: str, path: Any, store: Store, fill: Fill | None = None) -> Any:
     kind = type(value)
     if not isinstance(path, str):
         raise PayloadError(f"stage '{stage}': payload key {path!r} is not a string")
@@ -71,16 +78,16 @@ def _pack(value: Any, stage: str, path: Any, store: Store) -> Any:
     if kind is bytes or kind is bytearray or kind is memoryview:
         return bytes(value) if len(value) <= INLINE_LIMIT and kind is not memoryview else _pack_bytes(value, store)
     if kind is dict:
-        return {k: _pack(v, stage, _joined(path, k), store) for k, v in value.items()}
+        return {k: _pack(v, stage, _joined(path, k), store, fill) for k, v in value.items()}
     if kind is list or kind is tuple:
-        return [_pack(v, stage, f"{path}[{i}]", store) for i, v in enumerate(value)]
+        return [_pack(v, stage, f"{path}[{i}]", store, fill) for i, v in enumerate(value)]
     if isinstance(value, np.ndarray):
         return _pack_array(value, stage, path, store)
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # a long double stays itself
         return _pack(value.item(), stage, path, store)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return _pack_tensor(value, store)
+        return _pack_tensor(value, store, fill)
     raise PayloadError(
         f"stage '{stage}': payload key '{path}' holds a {kind.__module__}.{kind.__qualname__}, which cannot leave its "
         "process; use None, bool, int, float, str, bytes, a numpy array, a torch tensor, or a list or dict of these"
@@ -107,9 +114,13 @@ def _pack_array(value: np.ndarray[Any, Any], stage: str, path: str, store: Store
     return _wire("array", value.dtype.str, value.shape, value, store)
 
 
-def _pack_tensor(value: torch.Tensor, store: Store) -> msgspec.msgpack.Ext:
+def _pack_tensor(value: torch.Tensor, store: Store, fill: Fill | None) -> msgspec.msgpack.Ext:
     import torch
 
+    if fill is not None and not (value.is_conj() or value.is_neg()) and (block := fill(value)) is not None:
+        dtype = str(value.dtype).removeprefix("torch.")
+        wire = WireValue("device", dtype, tuple(value.shape), value.nbytes, block, None)
+        return msgspec.msgpack.Ext(VALUE, _encoder.encode(wire))
     plain = value.detach().cpu().resolve_conj().resolve_neg()
     dtype = str(plain.dtype).removeprefix("torch.")
     if dtype in _TORCH_ONLY:
@@ -129,11 +140,13 @@ def _wire(
     return msgspec.msgpack.Ext(VALUE, _encoder.encode(WireValue(kind, dtype, shape, size, segment, None)))
 
 
-def unpack(code: int, data: memoryview, load: Load) -> Any:
+def unpack(code: int, data: memoryview, load: Load, read: Read | None = None) -> Any:
     """The value behind an extension. Views of a segment release it when the last of them is dropped."""
     if code != VALUE:
         raise PayloadError(f"unknown extension value {code}")
     value = _decoder.decode(data)
+    if value.kind == "device":
+        return _read(value, read)
     raw = (
         np.frombuffer(bytearray(value.inline), dtype=np.uint8)
         if value.inline is not None
@@ -146,6 +159,15 @@ def unpack(code: int, data: memoryview, load: Load) -> Any:
     if value.kind == "str":
         return str(raw.data, "utf-8")
     return raw.data if value.inline is None else value.inline
+
+
+def _read(value: WireValue, read: Read | None) -> torch.Tensor:
+    import torch
+
+    if read is None:
+        raise PayloadError("a tensor in device memory came where there is none")
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    return read(value.segment, dtype, value.shape)
 
 
 def _tensor(raw: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

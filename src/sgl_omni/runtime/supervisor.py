@@ -16,6 +16,7 @@ from typing import Any
 from sgl_omni.errors import StartupError
 from sgl_omni.gpu.devices import GpuFacts, gpu_facts
 from sgl_omni.gpu.mps import MpsError
+from sgl_omni.run_folder import base_folder
 from sgl_omni.runtime.capacity import unequal_capacity
 from sgl_omni.runtime.channel import Channel
 from sgl_omni.runtime.coordinator import Coordinator
@@ -24,7 +25,7 @@ from sgl_omni.runtime.liveness import Liveness
 from sgl_omni.runtime.logs import LogTap
 from sgl_omni.runtime.messages import GroupLink, Message, Ready, Spawn, StartFailed, Stats, StatsQuery, Stop
 from sgl_omni.runtime.mps_guard import MpsGuard
-from sgl_omni.runtime.rundir import RunDir, base_folder
+from sgl_omni.runtime.rundir import RunDir
 from sgl_omni.runtime.weight_keeper import WeightKeeper
 from sgl_omni.topology.plan import InstancePlan, Plan
 
@@ -212,8 +213,8 @@ class Supervisor:
     def _environment(self, plan: InstancePlan, group: dict[str, str]) -> dict[str, str]:
         """The parent's, a fair share of the threads, what the ranks of a group have in common, and what the plan says,
         which wins."""
-        cores = len(plan.cpu_cores) or max(1, len(os.sched_getaffinity(0)) // len(self.instances))
-        own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(cores), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        threads = plan.threads or max(1, len(os.sched_getaffinity(0)) // len(self.instances))
+        own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         return os.environ | own | group | plan.env | self._mps.environment(plan)
 
     # Messages and ends --------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ class Wiring:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.stages = {stage.name: stage for stage in plan.stages}
+        self.by_device = frozenset((edge.source, edge.target) for edge in plan.edges if edge.transport == "cuda_ipc")
+        """The edges whose tensors may stay on their device."""
         self.terminals = tuple(stage.name for stage in plan.stages if stage.terminal)
         self._processes = {process.name: process for process in plan.processes}
         self._stream_sources = {name: tuple(s.name for s in plan.stages if name in s.stream_to) for name in self.stages}

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sgl_omni.errors import InvalidRequest, PayloadError
+from sgl_omni.gpu.device_memory import DeviceMemory, HostMemory
 from sgl_omni.parent import die_with_parent
+from sgl_omni.runtime.blocks import Device
 from sgl_omni.runtime.build import build_runner, enforce_budgets
 from sgl_omni.runtime.channel import Channel
 from sgl_omni.runtime.engine_runner import EngineRunner
@@ -88,6 +90,7 @@ class Worker:
         self._instance = spawn.plan.instance(spawn.instance)
         self._run_dir = Path(spawn.run_dir)
         self._wiring = Wiring(spawn.plan)
+        self._device = self._make_device()
         sys.path.extend(path for path in spawn.sys_path if path not in sys.path)
         if self._instance.cpu_cores:
             os.sched_setaffinity(0, self._instance.cpu_cores)
@@ -144,6 +147,21 @@ class Worker:
         leads = self._instance.weight_role == "leader"
         return SharedWeights(stage.name, Exchange(self._run_dir), may_load=leads)
 
+    def _make_device(self) -> Device | None:
+        """Device memory for tensors on their way, where the plan lets edges of this instance use it."""
+        stages = self._instance.stages
+        if self._instance.device is None or not any(s in stages for edge in self._wiring.by_device for s in edge):
+            return None
+        limit = sum(self._wiring.stages[name].transport_bytes for name in stages)
+        return Device(HostMemory if self._plan.platform == "cpu" else self._gpu_memory, limit)
+
+    def _gpu_memory(self) -> DeviceMemory:
+        from sgl_omni.gpu.cuda_blocks import device_memory  # with torch
+
+        ordinal = self._local_device()
+        assert ordinal is not None
+        return device_memory(ordinal)
+
     def _local_device(self) -> int | None:
         """This instance's GPU as its process numbers it: an MPS client sees its own GPU and no other."""
         return 0 if self._instance.mps else self._instance.device
@@ -167,7 +185,7 @@ class Worker:
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        self._incoming.add(Channel(sock, self._on_peer, self._on_peer_closed))
+        self._incoming.add(Channel(sock, self._on_peer, self._on_peer_closed, device=self._device))
 
     def _exit(self, status: int) -> None:
         if not self._stop.done():
@@ -302,7 +320,8 @@ class Worker:
             self._take_chunk(request.header, request.stage, target, chunk, None)
             return
         message = StreamChunk(request.header, request.stage, target, chunk)
-        self._channel(instance).send_payload(message, request.stage)
+        by_device = (request.stage, target) in self._wiring.by_device
+        self._channel(instance).send_payload(message, request.stage, by_device=by_device)
 
     def send_ack(self, request: StageRequest, source: str, count: int) -> None:
         channel = request.channels.get(source)
@@ -371,7 +390,8 @@ class Worker:
         if instance == self._instance.name:
             self._take_payload(header, source, target, payload)
         else:
-            self._channel(instance).send_payload(Submit(header, source, target, payload), source)
+            by_device = (source, target) in self._wiring.by_device
+            self._channel(instance).send_payload(Submit(header, source, target, payload), source, by_device=by_device)
 
     def _send_end(self, header: Header, source: str, target: str) -> None:
         instance = self._wiring.instance_of(target, header.binding)
@@ -393,7 +413,9 @@ class Worker:
             except OSError as error:
                 sock.close()
                 raise ConnectionError(f"cannot reach instance '{instance}': {error}") from error
-            channel = self._peers[instance] = Channel(sock, self._on_peer, self._on_peer_closed, name=instance)
+            channel = self._peers[instance] = Channel(
+                sock, self._on_peer, self._on_peer_closed, name=instance, device=self._device
+            )
             channel.send(Hello(self._instance.name))
         return channel
 
@@ -408,6 +430,8 @@ class Worker:
             "shm_segments_out": sum(c.leased_out for c in channels),
             "shm_segments_in": sum(c.leased_in for c in channels),
             "shm_bytes": sum(c.mapped_bytes for c in channels),
+            "device_blocks_out": sum(c.blocks_out for c in channels),
+            "device_bytes": sum(c.device_bytes for c in channels),
         }
         for stage, runner in self._runners.items():
             gauges |= {f"{stage}.{key}": value for key, value in runner.gauges().items()}

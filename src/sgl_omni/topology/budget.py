@@ -58,6 +58,26 @@ def check_budgets(found: Findings, placed: tuple[Placed, ...]) -> None:
         _check_pools(found, card, claims)
 
 
+def enforced_budget(found: Findings, instance: Placed) -> int | None:
+    """Bytes of its GPU that an instance is held to where a stage of it says `enforce_total_reserve`.
+
+    None where none does, where a GPU stage declares no budget, or where a fraction is of a memory that is unknown.
+    """
+    stages = [found.stages[name] for name in instance.group.gpu_stages]
+    if instance.device is None or not any(stage.enforce_total_reserve for stage in stages):
+        return None
+    memory = found.host.memory(instance.device)
+    sizes = [_budget_of(stage, memory) for stage in stages]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def _budget_of(stage: StageConfig, memory: int | None) -> int | None:
+    if stage.gpu_memory_fraction is not None:
+        return int(memory * stage.gpu_memory_fraction) if memory is not None else None
+    return stage.total_reserve_bytes
+
+
 def _card_name(claims: list[Claim]) -> str:
     """``GPU 0``, or ``the card of GPU 0 and GPU 1``."""
     devices = sorted({c.placed.device for c in claims if c.placed.device is not None})

@@ -11,7 +11,8 @@ from typing import Any
 from sgl_omni.config.resolved import ResolvedConfig
 from sgl_omni.config.schema import EngineConfig, StageConfig
 from sgl_omni.config.violations import PlanError, Violation
-from sgl_omni.topology.budget import Claim, check_budgets, claims_by_gpu
+from sgl_omni.topology.budget import Claim, check_budgets, claims_by_gpu, enforced_budget
+from sgl_omni.topology.cores import derive_cores, thread_count
 from sgl_omni.topology.factories import check_factories
 from sgl_omni.topology.findings import Findings
 from sgl_omni.topology.graph import check_graph
@@ -19,6 +20,7 @@ from sgl_omni.topology.host import Host
 from sgl_omni.topology.mps import Eligibility, choose, eligibility
 from sgl_omni.topology.placement import Placed, place
 from sgl_omni.topology.plan import (
+    TRANSPORT_BYTES,
     EdgeKind,
     EdgePlan,
     InstancePlan,
@@ -61,7 +63,7 @@ def plan_config(resolved: ResolvedConfig, host: Host, environ: Mapping[str, str]
     entry = check_graph(found)
     groups = group_stages(found)
     check_factories(found, groups)
-    placed = place(found, groups)
+    placed = derive_cores(found, place(found, groups))
     check_budgets(found, placed)
     sharing = sharing_groups(found, placed)
     eligible = eligibility(found, placed)
@@ -87,6 +89,8 @@ _FOLLOWS: dict[str, frozenset[str]] = {
     "num_replicas": _GPU_RULES | {"PLAN-018"},
     "replica_devices": _GPU_RULES,
     "cpu_cores": frozenset({"PLAN-018"}),
+    "derive_cpu_cores": frozenset(),
+    "mps_thread_percentage": frozenset({"PLAN-011"}),
     "replica_policy": frozenset(),
 }
 """Rules that may fail only because the value of a key could not be read. Other keys: the wiring."""
@@ -150,6 +154,7 @@ def _plan(
 
 def _stages(found: Findings, groups: tuple[ProcessGroup, ...], placed: tuple[Placed, ...]) -> tuple[StagePlan, ...]:
     devices: dict[str, set[int]] = {}
+    edges = _edges(found)
     for p in placed:
         if p.device is not None:
             devices.setdefault(p.group.name, set()).add(p.device)
@@ -169,9 +174,10 @@ def _stages(found: Findings, groups: tuple[ProcessGroup, ...], placed: tuple[Pla
             route_fn=stage.route_fn,
             merge_fn=stage.merge_fn,
             gpu=bool(stage.gpu),
-            budget_bytes=_budget_bytes(found, stage, devices.get(process_of[name], set())),
+            budget_bytes=(budget := _budget_bytes(found, stage, devices.get(process_of[name], set()))),
             budget_fraction=stage.gpu_memory_fraction,
             enforce_budget=stage.enforce_total_reserve,
+            transport_bytes=_transport_bytes(edges, name, budget),
         )
         for name, stage in found.stages.items()
     )
@@ -212,9 +218,12 @@ def _instances(
             device=p.device,
             env=environment[p.group.name],
             cpu_cores=p.cores,
+            threads=p.threads or thread_count(p.cores, found.host),
             weight_role="leader" if p.name in leaders else "follower" if p.name in leader_of else "own",
             weight_leader=leader_of.get(p.name),
             mps=p.name in clients,
+            mps_thread_percentage=p.group.mps_thread_percentage if p.name in clients else None,
+            mps_memory_limit=enforced_budget(found, p) if p.name in clients else None,
         )
         for p in placed
     )
@@ -228,16 +237,28 @@ def _environment(found: Findings, group: ProcessGroup) -> dict[str, str]:
 
 
 def _edges(found: Findings) -> tuple[EdgePlan, ...]:
-    """Every hand-off. GPU tensors between processes travel through host memory, so locality alone decides."""
+    """Every hand-off. Its ends' Processes and GPUs decide, and whether the receiver takes tensors of a GPU."""
     process_of = {name: stage.process or name for name, stage in found.stages.items()}
     edges: list[EdgePlan] = []
     for source, stage in found.stages.items():
         kinds: tuple[tuple[EdgeKind, tuple[str, ...]], ...] = (("payload", stage.next), ("stream", stage.stream_to))
         for kind, targets in kinds:
             for target in targets:
-                transport: Transport = "local" if process_of[source] == process_of[target] else "shm"
+                transport: Transport = "cuda_ipc" if _by_device(found, stage, found.stages[target]) else "shm"
+                if process_of[source] == process_of[target]:
+                    transport = "local"
                 edges.append(EdgePlan(source=source, target=target, kind=kind, transport=transport))
     return tuple(edges)
+
+
+def _by_device(found: Findings, source: StageConfig, target: StageConfig) -> bool:
+    return found.host.platform == "cuda" and bool(source.gpu) and bool(target.gpu) and target.device_input
+
+
+def _transport_bytes(edges: tuple[EdgePlan, ...], name: str, budget: int | None) -> int:
+    if not any(edge.source == name and edge.transport == "cuda_ipc" for edge in edges):
+        return 0
+    return TRANSPORT_BYTES if budget is None else min(TRANSPORT_BYTES, budget // 4)
 
 
 def _waves(placed: tuple[Placed, ...], followers: set[str]) -> tuple[tuple[str, ...], ...]:

@@ -9,18 +9,29 @@ from typing import Any, TypeVar
 from pydantic_core import PydanticCustomError
 
 from sgl_omni.config.load import read_document
-from sgl_omni.config.scalars import at_least, number, read_flag, read_size, shown
+from sgl_omni.config.scalars import at_least, core_numbers, number, read_core_set, read_flag, read_size, shown
 from sgl_omni.config.violations import Origin, PlanError, Violation, nearest
 from sgl_omni.config.yaml_source import Document
-from sgl_omni.topology.host import GIB, Host, cuda_host
+from sgl_omni.topology.host import GIB, Cores, Host, cuda_host
 
 T = TypeVar("T")
-_KEYS = ("devices", "device_memory", "device_memory_gib", "mps_unsupported", "same_physical", "cpus")
+_KEYS = (
+    "devices",
+    "device_memory",
+    "device_memory_gib",
+    "mps_unsupported",
+    "same_physical",
+    "cpus",
+    "numa_nodes",
+    "threads_per_core",
+    "gpu_numa_nodes",
+)
 MAX_DEVICES = 1024
 
 
 def read_host(path: Path) -> Host:
-    """Reads ``devices``, ``device_memory`` ("80GiB"), ``mps_unsupported``, ``same_physical`` and ``cpus``.
+    """Reads ``devices``, ``device_memory`` ("80GiB"), ``mps_unsupported``, ``same_physical``, ``cpus``, and where CPU
+    cores are: ``numa_nodes`` (the CPUs of each), ``threads_per_core`` and ``gpu_numa_nodes``.
 
     Raises:
         PlanError: the file cannot be read or says something unknown.
@@ -54,7 +65,21 @@ def host_of(document: Document) -> Host:
         mps=None if unsupported is None else not unsupported,
         same_physical=fields.read("same_physical", _groups) or (),
         cpu_count=fields.read("cpus", at_least(1)),
+        cores=_cores(fields),
+        gpu_nodes=fields.read("gpu_numa_nodes", _node_list) or (),
     )
+
+
+def _cores(fields: _Fields) -> Cores | None:
+    """Where the file has ``numa_nodes``. Threads of a core are numbered as Linux does: all first ones come first."""
+    nodes = fields.read("numa_nodes", _core_sets)
+    threads = fields.read("threads_per_core", at_least(1)) or 1
+    if nodes is None:
+        return None
+    cpus = sorted(cpu for node in nodes for cpu in node)
+    stride = max(1, len(cpus) // threads)
+    siblings = {cpu: frozenset(cpus[i % stride :: stride]) for i, cpu in enumerate(cpus)}
+    return Cores({i: frozenset(node) for i, node in enumerate(nodes)}, siblings, frozenset(cpus))
 
 
 class _Fields:
@@ -70,6 +95,19 @@ class _Fields:
             return parse(value)
         except PydanticCustomError as error:
             raise _refusal(f"'{key}' {error.message()}", self._document.origin((key,))) from error
+
+
+def _core_sets(value: object) -> list[tuple[int, ...]]:
+    """``["0-31", "32-63"]``."""
+    texts: list[Any] = value if isinstance(value, list) else [value]
+    return [core_numbers(read_core_set(text)) for text in texts]
+
+
+def _node_list(value: object) -> list[int | None]:
+    """A node for each GPU; null, or -1 as the kernel writes it, where the machine does not say."""
+    nodes: list[Any] = value if isinstance(value, list) else [value]
+    number = at_least(0)
+    return [None if node is None or node == -1 else number(node) for node in nodes]
 
 
 def _groups(value: object) -> list[list[int]]:

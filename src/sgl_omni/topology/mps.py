@@ -11,9 +11,11 @@ from typing import Any
 from sgl_omni.config.violations import KeyPath
 from sgl_omni.topology.findings import Findings, listed
 from sgl_omni.topology.placement import Placed
+from sgl_omni.topology.processes import ProcessGroup
 
 _ORDINAL = re.compile(r"cuda:([0-9]{1,4})", re.IGNORECASE)
 VISIBILITY = "CUDA_VISIBLE_DEVICES"
+THREAD_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ def eligibility(found: Findings, placed: tuple[Placed, ...]) -> Eligibility:
 def choose(found: Findings, placed: tuple[Placed, ...], eligible: Eligibility) -> dict[int, tuple[str, ...]]:
     """The MPS clients per GPU for the mode asked; reports rule 11."""
     mode = found.resolved.config.mps
+    chosen = eligible.chosen(mode)
+    _check_percentages(found, placed, {name for names in chosen.values() for name in names})
     if mode == "off":
         return {}
     _check_visibility(found, placed)
@@ -78,7 +82,7 @@ def choose(found: Findings, placed: tuple[Placed, ...], eligible: Eligibility) -
         for gpu, reasons in eligible.blocked.items():
             if len(eligible.clients.get(gpu, ())) > 1:
                 found.warn(f"mps: auto leaves GPU {gpu} out: {listed(dict.fromkeys(reasons))}")
-    return eligible.chosen(mode)
+    return chosen
 
 
 def _impossible(found: Findings) -> str | None:
@@ -101,6 +105,36 @@ def _check_visibility(found: Findings, placed: tuple[Placed, ...]) -> None:
                 at: KeyPath = ("stages", stage, "env", VISIBILITY)
                 hint = f"stages.{stage}.gpu for the placement, and no {VISIBILITY}"
                 found.refuse("PLAN-011", message, at, hint=hint, about=group.stages)
+
+
+def _check_percentages(found: Findings, placed: tuple[Placed, ...], clients: set[str]) -> None:
+    """A percentage is of use to an MPS client only."""
+    mode = found.resolved.config.mps
+    for group in dict.fromkeys(p.group for p in placed):
+        if group.mps_thread_percentage is None:
+            continue
+        at: KeyPath = ("processes", group.name, "mps_thread_percentage")
+        reason = _no_client(group, mode)
+        if reason is not None:
+            message = f"Process '{group.name}' has an mps_thread_percentage, but {reason}"
+            hint = "mps: auto or on" if mode == "off" and group.gpu_stages else "no mps_thread_percentage"
+            found.refuse("PLAN-011", message, at, hint=hint, about=group.stages)
+            continue
+        for stage in group.stages:
+            if THREAD_PERCENTAGE in found.stages[stage].env:
+                message = f"stage '{stage}' sets {THREAD_PERCENTAGE}, and so does mps_thread_percentage"
+                found.refuse("PLAN-011", message, at, hint="one of the two", about=group.stages)
+        without = [p.name for p in placed if p.group == group and p.name not in clients]
+        if without:
+            found.warn(f"mps_thread_percentage has no effect on {listed(without)}, which MPS does not take")
+
+
+def _no_client(group: ProcessGroup, mode: str) -> str | None:
+    if not group.gpu_stages:
+        return "no GPU stage"
+    if group.tp_size > 1:
+        return "its ranks take no part in MPS"
+    return "mps is off" if mode == "off" else None
 
 
 def _explicit(value: Any) -> Iterable[int]:

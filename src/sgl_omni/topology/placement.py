@@ -20,6 +20,7 @@ class Placed:
     device: int | None
     name: str
     cores: tuple[int, ...] = ()
+    threads: int = 0
 
 
 def place(found: Findings, groups: tuple[ProcessGroup, ...]) -> tuple[Placed, ...]:

@@ -17,13 +17,19 @@ WeightRole = Literal["own", "leader", "follower"]
 ExitPolicy = Literal["stop", "restart"]
 MpsMode = Literal["off", "auto", "on"]
 
+TRANSPORT_BYTES = 128 * 2**20
+"""GPU memory for tensors on their way that a stage may take, at most a quarter of its budget."""
+
 COORDINATOR = "coordinator"
 """Reserved instance name of the API process, the receiver of every terminal stage's output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One logical stage: what to build and where its output goes."""
+    """One logical stage: what to build and where its output goes.
+
+    ``transport_bytes``: what of its budget the buffers take in which its tensors go to other processes on GPUs.
+    """
 
     name: str
     process: str
@@ -40,6 +46,7 @@ class StagePlan:
     budget_bytes: int | None = None
     budget_fraction: float | None = None
     enforce_budget: bool = False
+    transport_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +62,11 @@ class ProcessPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstancePlan:
-    """One OS process: a replica of a Process, or one rank of a tensor-parallel replica."""
+    """One OS process: a replica of a Process, or one rank of a tensor-parallel replica.
+
+    ``threads``: compute threads, as many as ``cpu_cores`` has physical cores; 0 where it is pinned to none, and shares
+    the machine with the others. ``mps_memory_limit``: bytes of the GPU that MPS lets this client take at most.
+    """
 
     name: str
     process: str
@@ -65,9 +76,12 @@ class InstancePlan:
     device: int | None = None
     env: dict[str, str] = field(default_factory=dict)
     cpu_cores: tuple[int, ...] = ()
+    threads: int = 0
     weight_role: WeightRole = "own"
     weight_leader: str | None = None
     mps: bool = False
+    mps_thread_percentage: int | None = None
+    mps_memory_limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

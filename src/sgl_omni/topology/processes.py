@@ -28,6 +28,7 @@ class ProcessGroup:
     policy: ReplicaPolicy = "round_robin"
     replica_devices: tuple[int, ...] | None = None
     cpu_cores: tuple[str, ...] | None = None
+    mps_thread_percentage: int | None = None
 
     def instance(self, replica: int, rank: int = 0) -> str:
         return instance_name(self.name, replica, self.num_replicas, rank, self.tp_size)
@@ -65,6 +66,7 @@ def _group(found: Findings, name: str, stages: list[str]) -> ProcessGroup:
         policy=settings.replica_policy,
         replica_devices=settings.replica_devices,
         cpu_cores=settings.cpu_cores,
+        mps_thread_percentage=settings.mps_thread_percentage,
     )
 
 

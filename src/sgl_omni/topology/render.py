@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from sgl_omni.config.scalars import core_text
 from sgl_omni.topology.budget import size_text
 from sgl_omni.topology.host import Host
 from sgl_omni.topology.mps import Eligibility
@@ -114,8 +115,8 @@ class _Drawing:
         line.append("■ ", style=color)
         line.append(f"{instance.name:<24} ")
         line.append(", ".join(self._described(instance, s) for s in instance.stages))
-        marks = [instance.weight_role if instance.weight_role != "own" else "", "MPS" if instance.mps else ""]
-        cores = f"cores {_ranges(instance.cpu_cores)}" if instance.cpu_cores else ""
+        marks = [instance.weight_role if instance.weight_role != "own" else "", _mps(instance)]
+        cores = _cores(instance)
         extra = [mark for mark in (*marks, cores) if mark]
         return line.append(f"  [{', '.join(extra)}]" if extra else "", style="dim")
 
@@ -150,7 +151,7 @@ class _Drawing:
     def cpu_instances(self) -> Iterator[str]:
         for instance in self.plan.instances:
             if instance.device is None:
-                cores = f"  [cores {_ranges(instance.cpu_cores)}]" if instance.cpu_cores else ""
+                cores = f"  [{_cores(instance)}]" if instance.cpu_cores else ""
                 yield f"{instance.name:<24} {', '.join(self._label(instance, s) for s in instance.stages)}{cores}"
 
     def edges(self) -> Iterator[str]:
@@ -192,6 +193,23 @@ def _clients(mps: dict[int, tuple[str, ...]]) -> list[str]:
     return [f"GPU {gpu}: {', '.join(names)}" for gpu, names in mps.items()]
 
 
+def _cores(instance: InstancePlan) -> str:
+    """``cores 0-3,8-11 for 4 threads``: what the process is pinned to; empty where it runs anywhere."""
+    if not instance.cpu_cores:
+        return ""
+    threads = f" for {instance.threads} threads" if instance.threads != len(instance.cpu_cores) else ""
+    return f"cores {core_text(instance.cpu_cores)}{threads}"
+
+
+def _mps(instance: InstancePlan) -> str:
+    """``MPS 30% of threads, at most 4 GiB``; empty without MPS."""
+    if not instance.mps:
+        return ""
+    threads = f" {instance.mps_thread_percentage}% of threads" if instance.mps_thread_percentage is not None else ""
+    limit = f" at most {size_text(instance.mps_memory_limit)}" if instance.mps_memory_limit is not None else ""
+    return f"MPS{threads}{',' if threads and limit else ''}{limit}"
+
+
 def _share(stage: StagePlan, memory: int | None) -> float | None:
     if stage.budget_fraction is not None:
         return stage.budget_fraction
@@ -200,17 +218,6 @@ def _share(stage: StagePlan, memory: int | None) -> float | None:
 
 def _cycle(count: int) -> list[str]:
     return [_COLORS[i % len(_COLORS)] for i in range(count)]
-
-
-def _ranges(cores: tuple[int, ...]) -> str:
-    """``0-3,8`` of ``(0, 1, 2, 3, 8)``."""
-    parts: list[list[int]] = []
-    for core in cores:
-        if parts and core == parts[-1][-1] + 1:
-            parts[-1].append(core)
-        else:
-            parts.append([core])
-    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
 def layout_facts(plan: Plan, host: Host, eligible: Eligibility, note: str | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from planning import FULL, GIB, SpeechPipelineConfig, load, plan
 
 from sgl_omni.topology.builder import plan_config
 from sgl_omni.topology.host import cuda_host, virtual_host
-from sgl_omni.topology.plan import Plan
+from sgl_omni.topology.plan import TRANSPORT_BYTES, Plan
 from sgl_omni.topology.render import layout_facts, layout_svg, layout_text
 
 REPLICAS = "processes:\n  engine: {num_replicas: 2, replica_devices: [0, 0]}\n"
@@ -99,3 +99,17 @@ def test_a_full_list_and_a_class_give_the_same_shape() -> None:
     made = plan(FULL, cls=None).plan
     assert [p.name for p in made.processes] == ["pa", "pb", "pc"]
     assert SpeechPipelineConfig.default_stages["vocoder"]["gpu"] == 1  # resolving leaves the class alone
+
+
+def test_tensors_stay_on_their_gpu_where_the_receiver_takes_them_there() -> None:
+    text = FULL.replace("terminal: true}", "terminal: true, device_input: true}")
+    planned = plan(text, cls=None, host=cuda_host(1, 80 * GIB)).plan
+    assert {(e.source, e.target): e.transport for e in planned.edges} == {("a", "b"): "shm", ("b", "c"): "cuda_ipc"}
+    assert [planned.stage(s).transport_bytes for s in "abc"] == [0, TRANSPORT_BYTES, 0]
+    small = plan(text.replace("0.3", "0.01"), cls=None, host=cuda_host(1, 8 * GIB)).plan
+    assert small.stage("b").transport_bytes == int(0.01 * 8 * GIB) // 4
+    together = plan(text, "--c.process", "pb", cls=None, host=cuda_host(1, 80 * GIB)).plan
+    assert together.edges[1].transport == "local" and together.stage("b").transport_bytes == 0
+    laptop = plan(text, cls=None, host=virtual_host()).plan
+    assert laptop.edges[1].transport == "shm"
+    assert plan(FULL, cls=None, host=cuda_host(1, 80 * GIB)).plan.edges[1].transport == "shm"

@@ -8,6 +8,7 @@ from sgl_omni.topology.host import Device, Host, cuda_host, virtual_host
 from sgl_omni.topology.render import layout_text
 
 TWO_ON_GPU_0 = "processes:\n  engine: {num_replicas: 2, replica_devices: [0, 0]}\n"
+TOGETHER = ("--vocoder.gpu", "0")
 
 
 def only(text: str, *flags: str, **options: object) -> Violation:
@@ -340,6 +341,60 @@ def test_two_ordinals_of_one_card_share_its_mps() -> None:
 def test_visibility_belongs_to_mps() -> None:
     assert codes("", "--vocoder.env.CUDA_VISIBLE_DEVICES", "1", "--mps", "auto") == ["PLAN-011"]
     assert codes("", "--vocoder.env.CUDA_VISIBLE_DEVICES", "1") == []
+
+
+LIMITED = (*TOGETHER, "--processes.engine.mps_thread_percentage", "30")
+
+
+def test_thread_percentages_go_to_the_clients() -> None:
+    planned = plan("", *LIMITED, "--mps", "auto").plan
+    assert {i.name: i.mps_thread_percentage for i in planned.instances} == {
+        "front": None,
+        "engine": 30,
+        "vocoder": None,
+    }
+    assert "[MPS 30% of threads]" in layout_text(planned, cuda_host(2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (LIMITED, "mps is off"),
+        (("--mps", "auto", "--processes.front.mps_thread_percentage", "30"), "no GPU stage"),
+        ((*LIMITED, "--mps", "on", "--tts_engine.env.CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50"), "and so does"),
+    ],
+)
+def test_thread_percentages_that_mean_nothing(flags: tuple[str, ...], says: str) -> None:
+    violation = only("", *flags)
+    assert violation.code == "PLAN-011"
+    assert says in violation.message
+
+
+def test_a_thread_percentage_is_from_1_to_100() -> None:
+    for value in ("0", "101", "2.5", "many"):
+        assert codes("", *TOGETHER, "--mps", "on", "--processes.engine.mps_thread_percentage", value) == ["PLAN-023"]
+
+
+def test_a_thread_percentage_that_mps_does_not_take_is_told() -> None:
+    planned = plan("", "--mps", "auto", "--processes.engine.mps_thread_percentage", "30").plan
+    assert planned.instance("engine").mps_thread_percentage is None
+    assert planned.warnings == ("mps_thread_percentage has no effect on engine, which MPS does not take",)
+
+
+def test_enforced_budgets_limit_what_mps_gives() -> None:
+    host = cuda_host(2, 80 * GIB)
+    enforced = (*TOGETHER, "--tts_engine.enforce_total_reserve", "true")
+    planned = plan("", *enforced, "--mps", "on", host=host).plan
+    assert {i.name: i.mps_memory_limit for i in planned.instances} == {
+        "front": None,
+        "engine": 24 * GIB,
+        "vocoder": None,
+    }
+    assert "[MPS at most 24 GiB]" in layout_text(planned, host)
+    assert plan("", *enforced, host=host).plan.instance("engine").mps_memory_limit is None, "without MPS"
+    assert plan("", *enforced, "--mps", "on", host=cuda_host(2)).plan.instance("engine").mps_memory_limit is None
+    one = plan("", *enforced, "--vocoder.process", "engine", "--mps", "on", host=host).plan
+    assert one.instance("engine").mps_memory_limit == 40 * GIB
 
 
 def test_fusing_equals_writing_one_process() -> None:

@@ -83,6 +83,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemImportFromShareableHandle": (POINTER(c_ulonglong), c_void_p, c_int),
     "cuMemAlloc_v2": (POINTER(c_ulonglong), c_size_t),
     "cuIpcGetMemHandle": (POINTER(_IpcHandle), c_ulonglong),
+    "cuMemcpyDtoDAsync_v2": (c_ulonglong, c_ulonglong, c_size_t, c_void_p),
+    "cuMemcpyDtoH_v2": (c_void_p, c_ulonglong, c_size_t),
     "cuIpcOpenMemHandle_v2": (POINTER(c_ulonglong), _IpcHandle, c_uint),
 }
 
@@ -150,6 +152,14 @@ class CudaDriver:
         handle = c_ulonglong()
         self._call("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), _POSIX_DESCRIPTOR)
         return handle.value
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Queues a copy between two addresses of device memory, of one GPU or of two."""
+        self._call("cuMemcpyDtoDAsync_v2", target, source, size, c_void_p(stream))
+
+    def copy_to_host(self, target: int, source: int, size: int) -> None:
+        """Copies device memory to an address of the host; complete on return."""
+        self._call("cuMemcpyDtoH_v2", c_void_p(target), source, size)
 
     # Classic IPC; needs the device's primary context to be current --------------------------------------------------
 

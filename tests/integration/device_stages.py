@@ -1,0 +1,35 @@
+"""Stages that hand tensors on, to be received where they are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from sgl_omni.runtime.stage import FunctionStage, Payload, Request
+
+
+def make(device: str = "cpu") -> FunctionStage:
+    """`count` floats from `first` on, as a tensor of the stage's device."""
+    import torch
+
+    async def run(payload: Payload, request: Request) -> Payload:
+        await asyncio.sleep(payload.get("before", 0))
+        values = torch.arange(payload["count"], dtype=torch.float32, device=device) + payload["first"]
+        return {"values": values, "first": payload["first"], "after": payload.get("after", 0), "maker": os.getpid()}
+
+    return FunctionStage(run, 64)
+
+
+def check(device: str = "cpu") -> FunctionStage:
+    """Whether the tensor is what was made, and where it arrived."""
+    import torch
+
+    async def run(payload: Payload, request: Request) -> Payload:
+        values = payload["values"]
+        right = torch.arange(len(values), dtype=torch.float32, device=values.device) + payload["first"]
+        equal = bool(torch.equal(values, right))
+        values.zero_()
+        await asyncio.sleep(payload["after"])
+        return {"equal": equal, "untouched": not values.any().item(), "device": str(values.device)}
+
+    return FunctionStage(run, 64)

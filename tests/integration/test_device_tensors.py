@@ -1,0 +1,84 @@
+"""Tensors that stay on their device between processes, in a real pipeline; memory files stand for the device."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from device_plans import MIB, device_plan
+from running import Start, eventually
+from sgl_omni.errors import ProcessExited
+from sgl_omni.runtime.pipeline import Pipeline
+
+COUNT = 200_000
+
+
+async def gauge(pipeline: Pipeline, instance: str, name: str) -> float:
+    await pipeline.refresh()
+    value: float = pipeline.stats()["instances"][instance][name]
+    return value
+
+
+async def settled(pipeline: Pipeline) -> None:
+    """Every block has come back to the sender."""
+    for _ in range(200):
+        if not await gauge(pipeline, "make", "device_blocks_out"):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("a block is still with the receiver")
+
+
+async def test_tensors_arrive_whole_under_load_and_memory_stays_in_its_bounds(start: Start) -> None:
+    pipeline = await start(device_plan(limit=8 * MIB))
+    for _ in range(3):
+        handles = [pipeline.submit({"count": COUNT + i, "first": i}) for i in range(24)]
+        results = await asyncio.gather(*(handle.result() for handle in handles))
+        assert all(r["check"] == {"equal": True, "untouched": True, "device": "cpu"} for r in results)
+    await settled(pipeline)
+    assert 0 < await gauge(pipeline, "make", "device_bytes") <= 8 * MIB
+    assert await gauge(pipeline, "check", "device_bytes") == 0
+
+
+async def test_without_the_transport_nothing_of_it_is_used(start: Start) -> None:
+    pipeline = await start(device_plan(transport="shm"))
+    for _ in range(2):
+        assert (await pipeline.submit({"count": COUNT, "first": 1}).result())["check"]["equal"]
+    assert await gauge(pipeline, "make", "device_bytes") == 0
+
+
+async def test_aborts_on_either_side_give_every_block_back(start: Start) -> None:
+    pipeline = await start(device_plan())
+    await pipeline.submit({"count": COUNT, "first": 0}).result()
+    before = [pipeline.submit({"count": COUNT, "first": i, "before": 0.3}) for i in range(8)]
+    after = [pipeline.submit({"count": COUNT, "first": i, "after": 30}) for i in range(8)]
+    await asyncio.sleep(0.2)
+    for handle in (*before, *after):
+        handle.abort()
+    await eventually(lambda: pipeline.coordinator.pending == 0)
+    await asyncio.sleep(0.3)
+    await settled(pipeline)
+    assert (await pipeline.submit({"count": COUNT, "first": 5}).result())["check"]["equal"]
+
+
+@pytest.mark.parametrize("victim", ["make", "check"])
+async def test_after_a_kill_the_other_side_holds_nothing_and_goes_on(start: Start, victim: str) -> None:
+    pipeline = await start(device_plan(on_process_exit="restart"))
+    for i in range(3):
+        await pipeline.submit({"count": COUNT, "first": i}).result()
+    pids = {i["name"]: i["pid"] for i in pipeline.health()["instances"]}
+    handle = pipeline.submit({"count": COUNT, "first": 1, "before": 30 if victim == "make" else 0, "after": 30})
+    await asyncio.sleep(0.2)
+    os.kill(pids[victim], signal.SIGKILL)
+    with pytest.raises(ProcessExited):
+        await handle.result()
+    if victim == "check":
+        await asyncio.sleep(0.1)
+        assert await gauge(pipeline, "make", "device_bytes") == 0
+    await eventually(lambda: pipeline.status == "ready" and pipeline.health()["instances"] != [])
+    for i in range(3):
+        assert (await pipeline.submit({"count": COUNT, "first": i}).result())["check"]["equal"]
+    await settled(pipeline)
+    assert await gauge(pipeline, "make", "device_bytes") > 0
