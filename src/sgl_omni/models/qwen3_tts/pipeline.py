@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
-from sgl_omni.models.folder import find_folder
 from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE, BASE, ModelFacts
 
 _STAGES = "sgl_omni.models.qwen3_tts.stages"
@@ -54,14 +53,8 @@ class Qwen3TTSPipelineConfig(PipelineConfig):
     }
 
     @classmethod
-    def resolve_model_path(cls, model_path: str) -> str:
-        """The checkpoint's folder, checked as far as that needs no weights. Raises ``InvalidRequest``."""
-        folder = str(find_folder(model_path))
-        ModelFacts.load(folder)
-        return folder
-
-    @classmethod
     def tasks(cls, model_path: str) -> Tasks:
+        """Looks at the whole folder, so that what is wrong with it is known before a process starts."""
         facts = ModelFacts.load(model_path)
         voices = tuple(facts.speakers)
         return Tasks(
