@@ -41,6 +41,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_omni_moe_text": _QWEN3_MOE,
         "qwen3_omni_moe_talker_text": _QWEN3_MOE,
         "qwen3_omni_moe_talker_code_predictor": _QWEN3,
+        "qwen3_tts_talker": _QWEN3,
+        "qwen3_tts_talker_code_predictor": _QWEN3,
     }
 )
 

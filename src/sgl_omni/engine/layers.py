@@ -39,6 +39,25 @@ class RMSNorm(nn.Module):
         yield Slot(f"{name}.weight", self.weight, tuple(self.weight.shape))
 
 
+class Projection(nn.Module):
+    """Two linear layers with biases and SiLU between them: from one model's width to another's."""
+
+    def __init__(self, input_size: int, inner_size: int, output_size: int) -> None:
+        super().__init__()
+        self.first = parameter(inner_size, input_size)
+        self.first_bias = parameter(inner_size)
+        self.second = parameter(output_size, inner_size)
+        self.second_bias = parameter(output_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, self.first, self.first_bias)), self.second, self.second_bias)
+
+    def slots(self, name: str) -> Iterator[Slot]:
+        for i, weight, bias in ((1, self.first, self.first_bias), (2, self.second, self.second_bias)):
+            yield Slot(f"{name}.linear_fc{i}.weight", weight, tuple(weight.shape))
+            yield Slot(f"{name}.linear_fc{i}.bias", bias, tuple(bias.shape))
+
+
 class Embedding(nn.Module):
     """A table [rows, hidden]. Ids [n, columns] are summed over the columns, each with an offset of its own."""
 

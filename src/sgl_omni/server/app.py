@@ -16,14 +16,16 @@ from sgl_omni.server.errors import install_error_handlers
 from sgl_omni.server.info import first_page, info_router
 from sgl_omni.server.metrics import Metrics
 from sgl_omni.server.middleware import BodyLimit, RequestIds
-from sgl_omni.server.speech import speech_router
+from sgl_omni.server.speech import SpeechService, speech_router
+from sgl_omni.server.speech_batch import batch_router
+from sgl_omni.server.voices import VoiceStore, voices_router
 
 MAX_BODY_BYTES = 1 << 20
 MAX_MEDIA_BODY_BYTES = 64 << 20
 """Where bodies carry recordings or pictures."""
 
 COMMON_ROUTES = ["GET  /v1/models", "GET  /health", "GET  /metrics", "GET  /docs"]
-SPEECH_ROUTES = ["POST /v1/audio/speech", "GET  /v1/audio/voices"]
+SPEECH_ROUTES = ["POST /v1/audio/speech", "POST /v1/audio/speech/batch", "GET, POST, DELETE  /v1/audio/voices"]
 CHAT_ROUTES = ["POST /v1/chat/completions"]
 COMPLETION_ROUTES = ["POST /v1/completions"]
 
@@ -50,7 +52,10 @@ def create_app(
     app.include_router(info_router(backend, models, metrics))
     routes = list(COMMON_ROUTES)
     if tasks.speech:
-        app.include_router(speech_router(backend, tasks.speech, models, metrics, request_timeout))
+        voices = VoiceStore(tasks.speech)
+        speech = SpeechService(backend, tasks.speech, models, metrics, voices, media, request_timeout)
+        for router in (speech_router(speech), batch_router(speech), voices_router(tasks.speech, voices)):
+            app.include_router(router)
         routes = SPEECH_ROUTES + routes
     if tasks.chat:
         app.include_router(chat_router(backend, tasks.chat, models, metrics, media, request_timeout))

@@ -1,4 +1,4 @@
-"""``POST /v1/audio/speech`` and ``GET /v1/audio/voices``."""
+"""``POST /v1/audio/speech``, and the audio of a request in the shapes that responses have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,25 +17,36 @@ from numpy.typing import NDArray
 from sgl_omni.audio.encode import MEDIA_TYPES, encode, encoder
 from sgl_omni.config.tasks import SpeechTask
 from sgl_omni.errors import OmniError
+from sgl_omni.media.source import MediaSource
 from sgl_omni.server.backend import Backend, Payload, RequestHandle
 from sgl_omni.server.errors import omni_error_body
 from sgl_omni.server.json_body import openapi_of
 from sgl_omni.server.metrics import Measurement, Metrics
 from sgl_omni.server.speech_request import CreateSpeech, SpeechCall, read_speech_call
 from sgl_omni.server.streaming import PipelineResponse
+from sgl_omni.server.voices import VoiceStore
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def speech_router(
-    backend: Backend,
-    task: SpeechTask,
-    models: Sequence[str],
-    metrics: Metrics,
-    request_timeout: float | None = None,
-) -> APIRouter:
-    """The routes of a pipeline that speaks. ``models`` are the names it answers to, its own first."""
+@dataclass(frozen=True, slots=True)
+class SpeechService:
+    """What the speech routes share. ``models`` are the names that the pipeline answers to, its own first;
+    ``timeout`` is in seconds and None the pipeline's own limit."""
+
+    backend: Backend
+    task: SpeechTask
+    models: Sequence[str]
+    metrics: Metrics
+    voices: VoiceStore
+    media: MediaSource
+    timeout: float | None = None
+
+
+def speech_router(service: SpeechService) -> APIRouter:
+    """The route of a pipeline that speaks."""
     router = APIRouter(tags=["audio"])
+    task = service.task
 
     @router.post("/v1/audio/speech", openapi_extra=openapi_of(CreateSpeech))
     async def create_speech(request: Request) -> Response:
@@ -43,19 +55,14 @@ def speech_router(
         The audio is sent as it is made, at the model's own sample rate (`X-Sample-Rate`; OpenAI's `pcm` is
         always 24 kHz, this one is not). OpenAI's stock voice names are spoken by the default voice.
         """
-        measured = metrics.begin()
+        measured = service.metrics.begin()
         try:
-            call = await read_speech_call(request, task, models)
-            handle = backend.submit(call.payload, request_id=request.state.request_id, timeout=request_timeout)
+            call = await read_speech_call(request, task, service.models, service.voices, service.media)
+            handle = service.backend.submit(call.payload, request_id=request.state.request_id, timeout=service.timeout)
         except BaseException as error:
             measured.fail(error)
             raise
         return speech_response(call, handle, task.sample_rate, measured)
-
-    @router.get("/v1/audio/voices")
-    async def list_voices() -> dict[str, Any]:
-        """The model's voices."""
-        return {"voices": [{"id": name, "name": name} for name in task.voices], "default": task.default_voice}
 
     return router
 

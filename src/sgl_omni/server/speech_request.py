@@ -12,33 +12,39 @@ from starlette.requests import Request
 from sgl_omni.audio.encode import available_formats, check_format
 from sgl_omni.config.tasks import SpeechTask
 from sgl_omni.errors import InvalidRequest
+from sgl_omni.media.source import MediaSource
 from sgl_omni.server.json_body import SHOWN_CHARACTERS, Body, Count, Int, check_model, read_body
+from sgl_omni.server.speech_references import Fetch, Reference, fetch_references, given_references
+from sgl_omni.server.voices import VoiceStore
 
 OPENAI_VOICES = frozenset(
     ["alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse"]
 )
 """OpenAI's stock voices. A model without a voice of that name speaks them with its default voice."""
 
+STAND_INS = OPENAI_VOICES | {"default"}
+"""Names that mean the default voice where no voice is called so."""
+
 # FLAC states its length up front and common readers refuse one that does not, so it streams only when asked to.
 WHOLE_BY_DEFAULT = frozenset({"flac"})
 
 
-class CreateSpeech(Body):
-    """OpenAI's request, and five fields of our own. A null counts as not given."""
+class SpeechOptions(Body):
+    """How a text is to be spoken."""
 
-    model: str
-    input: str
     voice: str | None = Field(None, description="A voice's name or {'id': name}; default: the model's own")
+    references: list[Reference] | None = Field(None, description="Recordings of the voice to clone")
+    ref_audio: str | None = Field(None, description="Short for references with this one recording")
+    ref_text: str | None = Field(None, description="What is said in ref_audio")
     response_format: str | None = Field(None, description="mp3 (default where available), opus, flac, wav or pcm")
     speed: float = Field(1.0, ge=0.25, le=4.0)
-    stream_format: Literal["audio", "sse"] = "audio"
-    instructions: str | None = Field(None, description="Accepted for OpenAI's clients; has no effect")
-    stream: bool | None = Field(
-        None, description="false: send the whole file at once, with an exact header. Default: true, but for flac"
-    )
+    instructions: str | None = Field(None, description="How to speak; no effect where the model takes none")
+    language: str | None = Field(None, description="Where the model has a choice of languages")
     seed: Int | None = None
     temperature: float | None = Field(None, ge=0.0, le=2.0)
     top_k: Count | None = None
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
     max_new_tokens: Count | None = None
 
     @field_validator("voice", mode="before")
@@ -47,50 +53,99 @@ class CreateSpeech(Body):
         return voice["id"] if isinstance(voice, dict) and set(voice) == {"id"} else voice
 
 
-SAMPLING_FIELDS = ("seed", "temperature", "top_k", "max_new_tokens")
+class SpokenText(SpeechOptions):
+    input: str
+
+
+class CreateSpeech(SpokenText):
+    """OpenAI's request, and fields of our own. A null counts as not given."""
+
+    model: str
+    stream_format: Literal["audio", "sse"] = "audio"
+    stream: bool | None = Field(
+        None, description="false: send the whole file at once, with an exact header. Default: true, but for flac"
+    )
+
+
+SAMPLING_FIELDS = ("seed", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class SpeechCall:
-    """A valid request: the entry stage's payload, and how the audio travels."""
+class Spoken:
+    """One text to speak: the entry stage's payload and the format of the file."""
 
     payload: dict[str, Any]
     format: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechCall(Spoken):
+    """A valid request, and how its audio travels."""
+
     whole: bool
     events: bool
 
 
-async def read_speech_call(request: Request, task: SpeechTask, models: Sequence[str]) -> SpeechCall:
-    """Reads and checks the body. Raises ``InvalidRequest``, or ``HTTPException`` for what is not JSON at all."""
-    return speech_call(await read_body(request, CreateSpeech), task, models)
+async def read_speech_call(
+    request: Request, task: SpeechTask, models: Sequence[str], voices: VoiceStore, media: MediaSource
+) -> SpeechCall:
+    """Reads and checks the body, then fetches what it refers to.
 
-
-def speech_call(asked: CreateSpeech, task: SpeechTask, models: Sequence[str]) -> SpeechCall:
-    """Checks the request against what is served. Raises ``InvalidRequest`` that names the field."""
+    Raises ``InvalidRequest``, or ``HTTPException`` for what is not JSON at all.
+    """
+    asked = await read_body(request, CreateSpeech)
     check_model(asked.model, models)
-    _check_input(asked.input, task.max_input_characters)
-    format = _default_format(task.sample_rate) if asked.response_format is None else asked.response_format
-    check_format(format, task.sample_rate)
     events = asked.stream_format == "sse"
     if events and asked.stream is False:
         raise InvalidRequest("stream_format 'sse' is a stream; leave out stream or set it to true", "stream")
-    whole = not events and (format in WHOLE_BY_DEFAULT if asked.stream is None else not asked.stream)
-    payload: dict[str, Any] = {"input": asked.input, "voice": voice_name(asked.voice, task), "speed": asked.speed}
-    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(asked, name)) is not None}
-    return SpeechCall(payload | given, format, whole, events)
+    spoken = await spoken_text(asked, task, voices, media.fetch)
+    whole = not events and (spoken.format in WHOLE_BY_DEFAULT if asked.stream is None else not asked.stream)
+    return SpeechCall(spoken.payload, spoken.format, whole, events)
 
 
-def voice_name(asked: str | None, task: SpeechTask) -> str:
+async def spoken_text(asked: SpokenText, task: SpeechTask, voices: VoiceStore, fetch: Fetch) -> Spoken:
+    """Checks the wish against what is served. Raises ``InvalidRequest`` that names the field."""
+    _check_input(asked.input, task.max_input_characters)
+    format = _default_format(task.sample_rate) if asked.response_format is None else asked.response_format
+    check_format(format, task.sample_rate)
+    payload: dict[str, Any] = {"input": asked.input, "voice": None, "speed": asked.speed}
+    payload |= {name: value for name in SAMPLING_FIELDS if (value := getattr(asked, name)) is not None}
+    if task.takes_instructions and asked.instructions:
+        payload["instructions"] = asked.instructions
+    if asked.language is not None:
+        payload["language"] = _language(asked.language, task.languages)
+    references = given_references(asked.references, asked.ref_audio, asked.ref_text, task)
+    uploaded = None if asked.voice is None else voices.find(asked.voice)
+    if not references:
+        payload["voice"] = None if uploaded else voice_name(asked.voice, task, voices)
+        return Spoken(payload | ({"references": [uploaded.reference]} if uploaded else {}), format)
+    if asked.voice is not None and (uploaded or asked.voice not in STAND_INS - set(task.voices)):
+        raise InvalidRequest("give a voice or references, not both", "voice")
+    return Spoken(payload | {"references": await fetch_references(references, fetch)}, format)
+
+
+def voice_name(asked: str | None, task: SpeechTask, voices: VoiceStore) -> str | None:
     """The model's voice for a name; raises ``InvalidRequest`` that lists the voices."""
     if asked is None:
         return task.default_voice
     if asked in task.voices:
         return asked
-    if asked in OPENAI_VOICES:
+    if asked in STAND_INS:
         return task.default_voice
-    raise InvalidRequest(
-        f"voice {asked[:SHOWN_CHARACTERS]!r} is not known; choose from {', '.join(task.voices)}", "voice"
-    )
+    known = [*task.voices, *voices.names()]
+    choice = f"choose from {', '.join(known)}" if known else "this model has no voices; upload one or give references"
+    raise InvalidRequest(f"voice {asked[:SHOWN_CHARACTERS]!r} is not known; {choice}", "voice")
+
+
+def _language(asked: str, languages: Sequence[str]) -> str:
+    if not languages:
+        raise InvalidRequest("this model has no choice of languages; leave language out", "language")
+    found = next((each for each in languages if each.lower() == asked.lower()), None)
+    if found is None:
+        raise InvalidRequest(
+            f"language {asked[:SHOWN_CHARACTERS]!r} is not known; choose from {', '.join(languages)}", "language"
+        )
+    return found
 
 
 def _check_input(text: str, limit: int) -> None:

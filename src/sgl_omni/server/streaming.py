@@ -6,18 +6,27 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sgl_omni.errors import OmniError, RequestAborted
-from sgl_omni.server.backend import RequestHandle
 from sgl_omni.server.errors import describe
 from sgl_omni.server.metrics import Measurement
 
 logger = logging.getLogger(__name__)
 
 LastWords = Callable[[OmniError], bytes]
+
+
+class Work(Protocol):
+    """What a response stands for: a ``RequestHandle``, or several at once."""
+
+    @property
+    def id(self) -> str: ...
+
+    def abort(self, reason: str) -> None: ...
 
 
 class PipelineResponse(Response):
@@ -30,7 +39,7 @@ class PipelineResponse(Response):
 
     def __init__(
         self,
-        handle: RequestHandle,
+        handle: Work,
         body: AsyncIterator[bytes],
         measured: Measurement,
         media_type: str,
@@ -88,7 +97,7 @@ class PipelineResponse(Response):
 
 
 @contextlib.asynccontextmanager
-async def abort_on_disconnect(handle: RequestHandle, receive: Receive) -> AsyncIterator[asyncio.Event]:
+async def abort_on_disconnect(handle: Work, receive: Receive) -> AsyncIterator[asyncio.Event]:
     """Watches the connection. Its event is set, and the request aborted, once the client has gone."""
     disconnected = asyncio.Event()
 

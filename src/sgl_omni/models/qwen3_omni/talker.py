@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,38 +11,18 @@ from torch import Tensor, nn
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
-from sgl_omni.engine.code_predictor import Choose, CodePredictor, greedy
+from sgl_omni.engine.code_predictor import Choose, CodePredictor, CodeSampling, greedy
 from sgl_omni.engine.decoder import Decoder, materialise
 from sgl_omni.engine.kv_cache import KVShape
-from sgl_omni.engine.layers import parameter
+from sgl_omni.engine.layers import Projection, parameter
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.repetition import penalise, seen_ids
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_state import RowState
-from sgl_omni.engine.sampler import SamplingBatch, sample
+from sgl_omni.engine.sampler import SamplingBatch
 from sgl_omni.models.qwen3_omni.spec import TalkerSpec
 
-_PREDICTOR_TOP_K, _PREDICTOR_TOP_P = 50, 0.8
-"""How the code predictor draws, whatever the talker's own options are."""
-
-
-class Projection(nn.Module):
-    """From the thinker's width to the talker's: two linear layers."""
-
-    def __init__(self, spec: TalkerSpec) -> None:
-        super().__init__()
-        self.first = parameter(spec.projection_size, spec.thinker_hidden_size)
-        self.first_bias = parameter(spec.projection_size)
-        self.second = parameter(spec.decoder.hidden_size, spec.projection_size)
-        self.second_bias = parameter(spec.decoder.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.silu(F.linear(x, self.first, self.first_bias)), self.second, self.second_bias)
-
-    def slots(self, name: str) -> Iterator[Slot]:
-        for i, weight, bias in ((1, self.first, self.first_bias), (2, self.second, self.second_bias)):
-            yield Slot(f"{name}.linear_fc{i}.weight", weight, tuple(weight.shape))
-            yield Slot(f"{name}.linear_fc{i}.bias", bias, tuple(bias.shape))
+_PREDICTOR = CodeSampling(temperature=1.0, top_k=50, top_p=0.8)
 
 
 class TalkerModel(nn.Module, StepModel):
@@ -60,8 +39,9 @@ class TalkerModel(nn.Module, StepModel):
         self.predictor = CodePredictor(spec.predictor, spec.num_codes - 1)
         self.codec_embedding = parameter(vocabulary, hidden_size)
         self.head = parameter(vocabulary, hidden_size)
-        self.text_projection = Projection(spec)
-        self.hidden_projection = Projection(spec)
+        sizes = (spec.thinker_hidden_size, spec.projection_size, hidden_size)
+        self.text_projection = Projection(*sizes)
+        self.hidden_projection = Projection(*sizes)
         self.text_marks = parameter(3, spec.thinker_hidden_size)
         """The thinker's embeddings of the marks that frame spoken text: begin, end, padding."""
 
@@ -112,15 +92,13 @@ class TalkerModel(nn.Module, StepModel):
         return logits.masked_fill((ids >= self.spec.first_special) & (ids != self.spec.eos_id), float("-inf"))
 
     def complete(self, rows: Tensor, hidden: Tensor, requests: Sequence[Request]) -> Tensor:
-        batch = SamplingBatch.of(requests, rows.device)
-        return self.whole_rows(rows, hidden, greedy if len(batch.random) == 0 else _sampled(batch))
+        return self.whole_rows(rows, hidden, _PREDICTOR.of_batch(SamplingBatch.of(requests, rows.device)))
 
     def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
         return self.without_specials(penalise(logits[:, 0], state.seen, state.penalties)[:, None])
 
     def finish_rows(self, ids: Tensor, hidden: Tensor, state: RowState) -> tuple[Tensor, None]:
-        choose = state.choose_by(temperature=1.0, top_k=_PREDICTOR_TOP_K, top_p=_PREDICTOR_TOP_P)
-        return self.whole_rows(ids, hidden, lambda logits, index: choose(logits[:, None], 1 + index)[:, 0]), None
+        return self.whole_rows(ids, hidden, _PREDICTOR.of_rows(state)), None
 
     def whole_rows(self, first: Tensor, hidden: Tensor, choose: Choose = greedy) -> Tensor:
         """First codes int64 [n, 1] and the hidden states [n, hidden] they came from -> rows [n, num_codes]."""
@@ -138,17 +116,3 @@ class TalkerModel(nn.Module, StepModel):
         table = (spec.thinker_vocab_size, spec.thinker_hidden_size)
         for i, mark in enumerate((spec.tts_bos_id, spec.tts_eos_id, spec.tts_pad_id)):
             yield Slot("thinker.model.embed_tokens.weight", self.text_marks[i : i + 1], table, 0, mark)
-
-
-def _sampled(batch: SamplingBatch) -> Choose:
-    own = replace(
-        batch,
-        temperature=torch.ones_like(batch.temperature),
-        top_k=torch.full_like(batch.top_k, _PREDICTOR_TOP_K),
-        top_p=torch.full_like(batch.top_p, _PREDICTOR_TOP_P),
-    )
-
-    def choose(logits: Tensor, index: int) -> Tensor:
-        return sample(logits[:, None], own, 1 + index)[:, 0]
-
-    return choose

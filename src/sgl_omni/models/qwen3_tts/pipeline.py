@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
+from sgl_omni.config.tasks import SpeechTask, Tasks
+from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE, BASE, ModelFacts
 
 _STAGES = "sgl_omni.models.qwen3_tts.stages"
 
@@ -12,10 +14,10 @@ _STAGES = "sgl_omni.models.qwen3_tts.stages"
 class Qwen3TTSPipelineConfig(PipelineConfig):
     """Qwen3-TTS on one GPU: preprocessing and engine in one Process, the vocoder in its own.
 
-    Prepared requests wait in the memory of the process that made them, so their edge cannot leave it.
+    A prepared request and the voice in it are handed to the engine as they are, and voices are kept where they were
+    read, so that edge stays within a process.
     """
 
-    runnable: ClassVar[bool] = False
     model_ids: ClassVar[tuple[str, ...]] = (
         "Qwen/Qwen3-TTS-12Hz-1.7B-Base",
         "Qwen/Qwen3-TTS-12Hz-1.7B-CustomVoice",
@@ -23,7 +25,8 @@ class Qwen3TTSPipelineConfig(PipelineConfig):
         "Qwen/Qwen3-TTS-12Hz-0.6B-Base",
         "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice",
     )
-    architectures: ClassVar[tuple[str, ...]] = ("Qwen3TTSForConditionalGeneration",)
+    architectures: ClassVar[tuple[str, ...]] = (ARCHITECTURE,)
+    shareable_architectures: ClassVar[tuple[str, ...]] = (ARCHITECTURE,)
     engine_stages: ClassVar[tuple[str, ...]] = ("tts_engine",)
     process_local_edges: ClassVar[tuple[tuple[str, str], ...]] = (("preprocessing", "tts_engine"),)
     default_stages: ClassVar[dict[str, dict[str, Any]]] = {
@@ -48,3 +51,19 @@ class Qwen3TTSPipelineConfig(PipelineConfig):
             "terminal": True,
         },
     }
+
+    @classmethod
+    def tasks(cls, model_path: str) -> Tasks:
+        """Looks at the whole folder, so that what is wrong with it is known before a process starts."""
+        facts = ModelFacts.load(model_path)
+        voices = tuple(facts.speakers)
+        return Tasks(
+            speech=SpeechTask(
+                voices=voices,
+                default_voice=voices[0] if voices else None,
+                sample_rate=facts.sample_rate,
+                max_references=1 if facts.kind == BASE else 0,
+                takes_instructions=facts.takes_instructions,
+                languages=facts.spoken_languages,
+            )
+        )

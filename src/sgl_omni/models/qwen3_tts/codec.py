@@ -1,0 +1,198 @@
+"""The 12 Hz speech tokenizer's decoder: frames of codes to a waveform, all at once or piece by piece.
+
+Every part is causal and a stream remembers what the next piece will see of the last (``Memory``), so the pieces are
+the whole but for rounding, and no frame is decoded twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sgl_omni.engine.checkpoint import Checkpoint, Slot, read_config
+from sgl_omni.engine.rope import Rope, RopeConfig
+from sgl_omni.errors import StartupError
+from sgl_omni.models.qwen3_tts.codec_layers import (
+    CausalConv,
+    CausalUpsample,
+    ConvNeXtBlock,
+    GatedMLP,
+    Memory,
+    Quantizer,
+    ResidualUnit,
+    Scale,
+    SnakeBeta,
+    UpsampleBlock,
+    WindowAttention,
+)
+
+
+@dataclass(slots=True)
+class CodecStream:
+    """One stream of audio: what its parts remember, and how many frames have gone by."""
+
+    memory: Memory = field(default_factory=dict)
+    frames: int = 0
+
+
+class TransformerLayer(nn.Module):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        eps = config.get("rms_norm_eps", 1e-5)
+        self.self_attn = WindowAttention(
+            width,
+            heads,
+            config.get("num_key_value_heads") or heads,
+            head_dim(config),
+            config["sliding_window"],
+            bool(config.get("attention_bias", False)),
+        )
+        self.mlp = GatedMLP(width, config["intermediate_size"])
+        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.self_attn_layer_scale = Scale(width)
+        self.mlp_layer_scale = Scale(width)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        x = x + self.self_attn_layer_scale(self.self_attn(self.input_layernorm(x), rotation, memory))
+        found: Tensor = x + self.mlp_layer_scale(self.mlp(self.post_attention_layernorm(x)))
+        return found
+
+
+class Transformer(nn.Module):
+    """[n, latent] -> [n, latent]."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, latent = config["hidden_size"], config["latent_dim"]
+        self.input_proj = nn.Linear(latent, width)
+        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config["num_hidden_layers"]))
+        self.norm = nn.RMSNorm(width, config.get("rms_norm_eps", 1e-5))
+        self.output_proj = nn.Linear(width, latent)
+        self._rope_config = RopeConfig.parse(config)
+        self._head_dim = head_dim(config)
+        self._rope: Rope | None = None
+
+    def forward(self, x: Tensor, stream: CodecStream) -> Tensor:
+        if self._rope is None:
+            self._rope = Rope(self._rope_config, self._head_dim, x.device)
+        positions = torch.arange(stream.frames, stream.frames + len(x), device=x.device)
+        rotation = self._rope(positions[None], x.dtype)
+        x = self.input_proj(x)
+        for layer in self.layers:
+            x = layer(x, rotation, stream.memory)
+        found: Tensor = self.output_proj(self.norm(x))
+        return found
+
+
+class CodecDecoder(nn.Module):
+    """``codes`` int64 [frames, num_codes] -> float32 samples in [-1, 1], ``samples_per_frame`` each."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """``config``: the ``decoder_config`` of a speech tokenizer."""
+        super().__init__()
+        latent, books, width = config["latent_dim"], config["num_quantizers"], config["codebook_dim"]
+        ratios, rates, channels = config["upsampling_ratios"], config["upsample_rates"], config["decoder_dim"]
+        self.num_codes = books
+        self.codebook_size = config["codebook_size"]
+        self.samples_per_frame = prod(ratios) * prod(rates)
+        self.quantizer = nn.Module()
+        self.quantizer.rvq_first = Quantizer(1, self.codebook_size, width // 2, width)
+        self.quantizer.rvq_rest = Quantizer(books - 1, self.codebook_size, width // 2, width)
+        self.pre_conv = CausalConv(width, latent, 3)
+        self.pre_transformer = Transformer(config)
+        self.upsample = nn.ModuleList(
+            nn.ModuleList([CausalUpsample(latent, latent, ratio, ratio), ConvNeXtBlock(latent)]) for ratio in ratios
+        )
+        blocks = [UpsampleBlock(channels >> i, channels >> (i + 1), rate) for i, rate in enumerate(rates)]
+        last = channels >> len(rates)
+        self.decoder = nn.ModuleList(
+            [CausalConv(latent, channels, 7), *blocks, SnakeBeta(last), CausalConv(last, 1, 7)]
+        )
+        self._context = ceil(sum(_reach(self, ratios, rates)))
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device | str = "cpu") -> CodecDecoder:
+        """Reads the decoder of a speech tokenizer's folder, in float32: it is small, and rounding can be heard."""
+        config = read_config(folder).get("decoder_config")
+        if not isinstance(config, dict):
+            raise StartupError(f"{folder / 'config.json'} lacks the field decoder_config")
+        try:
+            with torch.device("meta"):
+                decoder = cls(config)
+        except KeyError as error:
+            raise StartupError(f"{folder / 'config.json'} lacks the field decoder_config.{error.args[0]}") from error
+        decoder = decoder.to_empty(device=device).eval().requires_grad_(False)
+        fill(decoder, Checkpoint(folder), "decoder.", ignore=("*.input_proj.weight",))
+        return decoder
+
+    @property
+    def device(self) -> torch.device:
+        return self.pre_conv.conv.weight.device
+
+    @torch.inference_mode()
+    def forward(self, codes: Tensor, stream: CodecStream) -> Tensor:
+        """The next frames of a stream -> their samples [frames * samples_per_frame]."""
+        return self._waveform(self._latent(codes, stream), stream)
+
+    @torch.inference_mode()
+    def prime(self, codes: Tensor, stream: CodecStream) -> None:
+        """As if these frames had been decoded, of which nobody wants the audio: only the last of it is made."""
+        self._waveform(self._latent(codes, stream)[..., -self._context :], stream)
+
+    def _latent(self, codes: Tensor, stream: CodecStream) -> Tensor:
+        codes = codes.T.to(self.device)
+        x = self.quantizer.rvq_first(codes[:1]) + self.quantizer.rvq_rest(codes[1:])
+        x = self.pre_conv(x, stream.memory)
+        x = self.pre_transformer(x[0].T, stream)
+        stream.frames += codes.shape[1]
+        return x.T[None]
+
+    def _waveform(self, x: Tensor, stream: CodecStream) -> Tensor:
+        memory = stream.memory
+        for grow, block in self.upsample:  # type: ignore[misc]  # each is a pair
+            x = block(grow(x, memory), memory)
+        for part in self.decoder:
+            x = part(x) if isinstance(part, SnakeBeta) else part(x, memory)
+        return x[0, 0].clamp(-1, 1)
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def fill(module: nn.Module, checkpoint: Checkpoint, prefix: str, *, ignore: tuple[str, ...] = ()) -> None:
+    """Reads all tensors of a module, which on disk have its own names below ``prefix``."""
+    tensors = module.state_dict()
+    checkpoint.load(
+        [Slot(prefix + name, tensor, tuple(tensor.shape)) for name, tensor in tensors.items()],
+        prefix=prefix,
+        ignore=ignore,
+    )
+
+
+def _reach(decoder: CodecDecoder, ratios: list[int], rates: list[int]) -> list[float]:
+    """Frames that each part behind the transformer looks back."""
+    reach, steps = [], 1  # steps of a part's input in a frame
+    for ratio, (grow, block) in zip(ratios, decoder.upsample, strict=True):  # type: ignore[misc]
+        reach.append(grow.left / steps)
+        steps *= ratio
+        reach.append(block.dwconv.left / steps)
+    first, *blocks, _, last = decoder.decoder
+    assert isinstance(first, CausalConv)
+    assert isinstance(last, CausalConv)
+    reach.append(first.left / steps)
+    for rate, block in zip(rates, blocks, strict=True):
+        assert isinstance(block, UpsampleBlock)
+        grow, *units = block.block[1:]
+        reach.append(grow.left / steps)
+        steps *= rate
+        reach += [unit.conv1.left / steps for unit in units if isinstance(unit, ResidualUnit)]
+    return [*reach, last.left / steps]
