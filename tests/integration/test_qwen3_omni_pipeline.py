@@ -30,9 +30,6 @@ ASKED: dict[str, Asked] = {
     "video": user("see ", ("video", [0, 1, 2]), media=[picture(90, 60, seed) for seed in range(3)]),
 }
 TEXT_ONLY = ["decode"]
-TOGETHER = " ".join(
-    f"--{stage}.process host" for stage in ("preprocessing", "image_encoder", "audio_encoder", "thinker", "decode")
-).split()
 
 
 @dataclass(frozen=True)
@@ -180,3 +177,21 @@ def test_what_cannot_be_answered_is_the_callers_mistake(
     with pytest.raises(InvalidRequest, match=message) as caught:
         pipeline.ask(payload)
     assert (caught.value.param or "").startswith(param.partition("]")[0])
+
+
+def test_a_thinker_of_two_ranks_writes_and_speaks_the_same(omni: Omni) -> None:
+    """The ranks are processes of their own; all other stages share one."""
+    others = ("preprocessing", "image_encoder", "audio_encoder", "decode", "talker_ar", "code2wav")
+    flags = ["--thinker.tp_size", "2", "--thinker.gpu", "0,1"]
+    flags += [word for stage in others for word in (f"--{stage}.process", "host")]
+    flags += [
+        word
+        for stage in ("image_encoder", "audio_encoder", "talker_ar", "code2wav")
+        for word in (f"--{stage}.gpu", "2")
+    ]
+    plan = plan_for(omni.folder, *flags)
+    assert [i.name for i in plan.instances] == ["host", "thinker_tp0", "thinker_tp1"]
+    with tempfile.TemporaryDirectory(prefix="omni-") as run, in_background(plan, Path(run)) as ranks:
+        for kind, said in zip(ASKED, ranks.ask_all([(spoken(kind), None) for kind in ASKED]), strict=True):
+            check_text(said, omni.expected[kind])
+            check_speech(said, omni.expected[kind])
