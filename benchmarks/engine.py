@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_omni.engine.decoder import materialise
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.device_runner import DeviceRunner
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.model import CausalModel
 from sgl_omni.engine.task import FrameTask, HandOver, InputSpec
+from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module
 
 COMMON: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False}
 
@@ -79,8 +79,10 @@ SHAPES = {
 }
 
 
-def build_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> CausalModel:
-    """Random weights, small enough that nothing overflows."""
+def build_model(
+    shape: Shape, device: torch.device, dtype: torch.dtype, weights: WeightStore | None = None
+) -> CausalModel:
+    """Random weights, the same each time and small enough that nothing overflows; they live where ``weights`` says."""
     offsets = [i * shape.codebook for i in range(shape.columns)]
     # An end that no head can choose: every request runs to its limit.
     pattern = DelayPattern.staircase(shape.columns, eos_id=shape.codebook, pad_id=shape.codebook - 1)
@@ -93,14 +95,25 @@ def build_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Causa
             head_size=shape.codebook,
             pattern=pattern,
         )
-    materialise(model, device, dtype)
-    generator = torch.Generator(device=device).manual_seed(0)
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def draw() -> None:
+        generator = torch.Generator(device=device).manual_seed(0)
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(0, 0.02, generator=generator)
+
+    load_module(
+        model,
+        weights or OwnWeights(),
+        draw,
+        device=device,
+        dtype=dtype,
+        policy=SharePolicy("RandomTts"),
+        fingerprint=f"random {shape} {dtype}",
+    )
     return model.eval()
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sgl_omni.runtime.stage import BatchStage, EngineStage, FunctionStage, Payload, Request, StreamStage
+
+if TYPE_CHECKING:
+    from sgl_omni.engine.weights import WeightStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -29,7 +32,9 @@ def create_frontend(prompt_tokens: int, columns: int, codebook: int) -> Function
 def create_engine(
     shape: str,
     device: str = "cpu",
+    gpu_id: int | None = None,
     engine: dict[str, Any] | None = None,
+    weights: WeightStore | None = None,
     budget_bytes: int | None = None,
     chunk_frames: int = 25,
 ) -> EngineStage:
@@ -41,7 +46,7 @@ def create_engine(
     from sgl_omni.engine.task import FrameTask, HandOver, InputSpec
 
     found, target = SHAPES[shape], torch.device(device)
-    model = build_model(found, target, torch.bfloat16 if target.type == "cuda" else torch.float32)
+    model = build_model(found, target, torch.bfloat16 if target.type == "cuda" else torch.float32, weights)
     assert model.pattern is not None
     inputs = InputSpec(vocab_sizes=(found.codebook,) * found.columns, hidden_size=model.config.hidden_size)
     task = FrameTask(inputs, model.pattern, hand_over=HandOver(chunk_frames, chunk_frames))
@@ -72,7 +77,9 @@ def create_collector() -> Collector:
     return Collector()
 
 
-def create_vocoder(device: str = "cpu", max_batch: int = 16, decoder_width: int = 1024) -> BatchStage:
+def create_vocoder(
+    device: str = "cpu", gpu_id: int | None = None, max_batch: int = 16, decoder_width: int = 1024
+) -> BatchStage:
     """transformers' DAC, shaped as the decoder of the Higgs codec, with random weights.
 
     Codes [frames, columns] -> 16-bit samples at 24 kHz, 960 a frame.
@@ -93,6 +100,7 @@ def create_vocoder(device: str = "cpu", max_batch: int = 16, decoder_width: int 
         codebook_size=CODEC_CODES,
         codebook_dim=64,
     )
+    torch.manual_seed(0)  # the same audio of the same codes, whenever it was started
     model = DacModel(config).eval().to(target, torch.bfloat16 if target.type == "cuda" else torch.float32)
 
     @torch.inference_mode()

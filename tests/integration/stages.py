@@ -354,3 +354,26 @@ class NaughtyStream(Squares):
 
 def naughty_stream() -> NaughtyStream:
     return NaughtyStream(1313, 0.0)
+
+
+def stuck(concurrency: int = 64) -> FunctionStage:
+    """Blocks its whole event loop where the payload says so, as a call into a library may."""
+
+    async def run(payload: Payload, request: Request) -> Payload:
+        if payload.get("do") == "block":
+            time.sleep(3600)
+        return payload
+
+    return FunctionStage(run, concurrency)
+
+
+class StuckEngine(CountingEngine):
+    """Its first step never ends, as one that waits for a GPU that hangs."""
+
+    def step(self) -> Sequence[EngineOutput]:
+        time.sleep(3600)
+        return []
+
+
+def stuck_engine() -> EngineStage:
+    return EngineStage(StuckEngine(1, 1.0))

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from sgl_omni.bench.chat import ChatOptions, ChatStream
 from sgl_omni.bench.client import Record
-from sgl_omni.bench.measure import BenchError, Load, Sweep, percentiles, summarise, timeline
-from sgl_omni.bench.report import study_table
+from sgl_omni.bench.measure import BenchError, Load, Sweep, percentiles, summarise, summarise_chat, timeline
+from sgl_omni.bench.report import chat_table, study_table
 from sgl_omni.bench.study import judge, load_study, parse_cores
 from sgl_omni.bench.workload import Workload, arrivals, length_class, load_texts, parse_mix
 from sgl_omni.errors import InvalidRequest
@@ -170,3 +171,62 @@ def test_cores_are_numbers_and_ranges() -> None:
     assert parse_cores("0") == [0]
     with pytest.raises(ValueError, match="2-1"):
         parse_cores("2-1")
+
+
+def chat_events(*texts: str, tokens: int = 3, done: bool = True) -> bytes:
+    events = ['{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}']
+    events += [f'{{"choices": [{{"delta": {{"content": "{text}"}}}}], "usage": null}}' for text in texts]
+    events += ['{"choices": [{"delta": {}, "finish_reason": "stop"}]}']
+    events += [f'{{"choices": [], "usage": {{"prompt_tokens": 2, "completion_tokens": {tokens}}}}}']
+    return "".join(f"data: {event}\n\n" for event in events + ["[DONE]"] * done).encode()
+
+
+def test_a_streamed_answer_is_timed_piece_by_piece() -> None:
+    stream, data = ChatStream(), chat_events("one", "two", "three")
+    second, third = data.index(b"two") + 1, data.index(b"three") + 6
+    for part, now in ((data[:second], 10.0), (data[second:third], 10.5), (data[third:], 12.0)):
+        stream.feed(part, now)
+    assert (stream.error, stream.tokens, stream.times) == (None, 3, [10.0, 10.5, 12.0])
+    assert stream.gaps == (0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (chat_events("one", done=False), "broke off"),
+        (chat_events(), "no text"),
+        (chat_events("one", tokens=0), "no text"),
+        (chat_events("one", done=False) + b'data: {"error": {"message": "stage failed"}}\n\n', "stage failed"),
+        (b"data: hello\n\n", "not an event"),
+    ],
+)
+def test_an_answer_that_does_not_count_says_why(data: bytes, error: str) -> None:
+    stream = ChatStream()
+    stream.feed(data, 1.0)
+    assert stream.error is not None and error in stream.error
+
+
+def test_figures_of_a_chat() -> None:
+    load = Load(warmup=1, seconds=10)
+    records = [
+        Record(1.0, 1.2, 3.0, 0.0, 20, tokens=10, gaps=(0.1, 0.2)),
+        Record(2.0, 2.4, 9.0, 0.0, 40, tokens=30, gaps=(0.3,)),
+        Record(0.5, 0.6, 2.0, 0.0, 40, tokens=7),  # begun in the warm-up
+        Record(4.0, None, 5.0, 0.0, 10, error="status 503"),
+    ]
+    figures = summarise_chat([records], load)
+    assert (figures["requests"], figures["errors"], figures["error_examples"]) == (2, 1, ["status 503"])
+    assert (figures["requests_per_s"], figures["tokens_per_s"], figures["mean_tokens"]) == (0.3, 4.7, 20.0)
+    assert (figures["ttft"]["p50"], figures["ttft"]["max"]) == (0.2, 0.4)
+    assert (figures["itl"]["p50"], figures["itl"]["max"], figures["latency"]["max"]) == (0.2, 0.3, 7.0)
+    short = summarise_chat([records], load, short=True)
+    assert (short["ttft_p50"], short["latency_p50"]) == (0.2, 2.0)
+    row = chat_table([{**figures, "rate": None, "concurrency": 2}]).splitlines()[2]
+    assert row == "| 2 callers each | 0.30 | 4.7 | 200 / 400 | 200 / 300 | 2.00 / 7.00 | 1 |"
+
+
+def test_what_a_chat_asks() -> None:
+    body = ChatOptions(max_tokens=9, ignore_eos=True, temperature=0.0).request("why?", "m")
+    assert body["messages"] == [{"role": "user", "content": "why?"}] and body["stream"] is True
+    assert (body["model"], body["max_tokens"], body["ignore_eos"], body["temperature"]) == ("m", 9, True, 0.0)
+    assert "temperature" not in ChatOptions().request("why?", "m")

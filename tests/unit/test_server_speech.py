@@ -92,6 +92,11 @@ async def endless(payload: dict) -> AsyncIterator[np.ndarray]:
         await asyncio.sleep(0.005)
 
 
+async def slow(payload: dict) -> AsyncIterator[np.ndarray]:
+    await asyncio.sleep(0.5)
+    yield TONE
+
+
 async def mute(payload: dict) -> AsyncIterator[np.ndarray]:
     await asyncio.Event().wait()
     yield TONE
@@ -553,3 +558,21 @@ async def test_encoding_leaves_the_event_loop_free(asgi, backend):
         turns += 1
     assert (await request).status_code == 200
     assert turns > 20, "encoding on the loop would leave it a handful of turns"
+
+
+async def test_a_body_that_stops_coming_gets_its_answer_and_the_end_of_the_connection(url, backend, monkeypatch):
+    monkeypatch.setattr("sgl_omni.server.middleware.SILENT_SECONDS", 0.3)
+    head = "POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+    writer.write(head.encode())
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 408") and b"paused" in answer
+    assert not backend.handles
+
+
+async def test_a_caller_may_wait_long_for_the_audio(url, backend, monkeypatch):
+    monkeypatch.setattr("sgl_omni.server.middleware.SILENT_SECONDS", 0.1)
+    backend.script = slow
+    async with httpx.AsyncClient(base_url=url) as http:
+        assert (await http.post("/v1/audio/speech", json=SAY | {"response_format": "wav"})).status_code == 200

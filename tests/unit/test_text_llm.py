@@ -186,6 +186,19 @@ def test_what_else_runs_changes_nothing(qwen: Model, device_rows: bool) -> None:
     assert engine.stats()["kv_used_tokens"] == 0
 
 
+@BOTH_RUNNERS
+@pytest.mark.parametrize(("together", "size"), [(8, 1), (9, 2), (25, 4)])
+def test_pieces_grow_with_the_company(qwen: Model, together: int, size: int, device_rows: bool) -> None:
+    engine = engine_for(qwen, device_rows, max_total_tokens=2048)
+    for i in range(together):
+        engine.add(str(i), {"prompt_ids": [5, 6, 7 + i], "max_new_tokens": 13, "ignore_eos": True})
+    sizes: dict[str, list[int]] = {str(i): [] for i in range(together)}
+    while engine.has_work:
+        for output in engine.step():
+            sizes[output.request_id] += [len(chunk["token_ids"]) for chunk in output.chunks]
+    assert all(found == [1, *[size] * (12 // size)] for found in sizes.values())
+
+
 def test_an_answer_may_be_as_long_as_there_is_room(qwen: Model) -> None:
     engine = engine_for(qwen, max_total_tokens=64)
     prompt = qwen.prompts()[1]

@@ -13,15 +13,18 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from sgl_omni.bench.chat import ChatOptions, ChatStream
 from sgl_omni.bench.workload import Workload, arrivals
 
 ROUTE = "/v1/audio/speech"
+CHAT_ROUTE = "/v1/chat/completions"
 SAMPLE_BYTES = 2
 
 
 class Orders(msgspec.Struct, frozen=True):
     """``begin`` is a time of the monotonic clock, which all processes of a host share. Closed loop by ``concurrency``,
-    open loop by ``rate`` (requests/s). What begins in the first ``warmup`` seconds is not measured.
+    open loop by ``rate`` (requests/s). What begins in the first ``warmup`` seconds is not measured. With ``chat`` the
+    texts are asked in a chat, else spoken.
     """
 
     url: str
@@ -34,10 +37,14 @@ class Orders(msgspec.Struct, frozen=True):
     rate: float = 0.0
     burst: int = 1
     timeout: float = 120.0
+    chat: ChatOptions | None = None
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One request. Times in seconds from ``Orders.begin``; ``begun`` in an open loop is when it was due."""
+    """One request. Times in seconds from ``Orders.begin``; ``begun`` in an open loop is when it was due.
+
+    ``first`` is the first byte of audio, or the first text; ``gaps`` are the times between pieces of text.
+    """
 
     begun: float
     first: float | None
@@ -45,10 +52,12 @@ class Record(msgspec.Struct, frozen=True):
     audio: float
     characters: int
     error: str | None = None
+    tokens: int = 0
+    gaps: tuple[float, ...] = ()
 
 
 class _Answer(asyncio.Protocol):
-    """One connection, one request at a time; of the body only its length is kept."""
+    """One connection, one request at a time; of a recording only its length is kept."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -58,9 +67,11 @@ class _Answer(asyncio.Protocol):
 
     def reset(self) -> None:
         self.rate = 0
+        self.is_stream = False
         self.size = 0
         self.first: float | None = None
         self.words = b""
+        self.stream = ChatStream()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -98,11 +109,15 @@ class _Answer(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"x-sample-rate":
             self.rate = int(value)
+        elif name.lower() == b"content-type":
+            self.is_stream = value.startswith(b"text/event-stream")
 
     def on_body(self, body: bytes) -> None:
         if self.first is None:
             self.first = time.monotonic()
         self.size += len(body)
+        if self.is_stream:
+            self.stream.feed(body, time.monotonic())
         if len(self.words) < 300:
             self.words += body[:300]
 
@@ -154,13 +169,19 @@ class Client:
     async def _request(self, text: str, begun: float) -> None:
         connection: _Answer | None = None
         error: str | None = None
-        first, audio = None, 0.0
+        first, audio, tokens = None, 0.0, 0
+        gaps: tuple[float, ...] = ()
         try:
             async with asyncio.timeout(self._orders.timeout):
                 connection = await self._connection()
                 status = await connection.ask(self._bytes(text))
             if status != 200:
                 error = f"status {status}: {connection.words[:300].decode(errors='replace')}"
+            elif self._orders.chat is not None:
+                error = connection.stream.error
+                if error is None:
+                    first = connection.stream.times[0] - self._orders.begin
+                    tokens, gaps = connection.stream.tokens, connection.stream.gaps
             elif not connection.rate or connection.first is None:
                 error = "no audio in the answer"
             else:
@@ -176,7 +197,8 @@ class Client:
             else:
                 connection.close()
         ended = time.monotonic() - self._orders.begin
-        self.records.append(Record(begun - self._orders.begin, first, ended, audio, len(text), error))
+        record = Record(begun - self._orders.begin, first, ended, audio, len(text), error, tokens, gaps)
+        self.records.append(record)
 
     async def _connection(self) -> _Answer:
         while self._idle:
@@ -186,8 +208,11 @@ class Client:
         return made
 
     def _bytes(self, text: str) -> bytes:
-        body = msgspec.json.encode(self._orders.workload.request(text))
-        head = f"POST {ROUTE} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
+        chat, workload = self._orders.chat, self._orders.workload
+        asked = workload.request(text) if chat is None else chat.request(text, workload.model)
+        route = ROUTE if chat is None else CHAT_ROUTE
+        body = msgspec.json.encode(asked)
+        head = f"POST {route} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
         return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 

@@ -16,6 +16,7 @@ from urllib.request import urlopen
 import msgspec
 
 from sgl_omni.bench.activity import Sample, gpu_sampler
+from sgl_omni.bench.chat import ChatOptions
 from sgl_omni.bench.child import before_exec
 from sgl_omni.bench.client import Orders, Record
 from sgl_omni.bench.workload import Workload
@@ -56,11 +57,12 @@ async def measure(
     gpu: int | None = 0,
     cores: Sequence[int] | None = None,
     streams: int = 0,
+    chat: ChatOptions | None = None,
 ) -> dict[str, Any]:
     """Drives each of ``urls`` by a process of its own and returns the figures.
 
     ``watched`` are the servers whose /metrics are read, the driven ones if None. ``cores`` are the clients'.
-    ``streams`` is the number of the first client's stream of texts.
+    ``streams`` is the number of the first client's stream of texts. With ``chat`` they are asked, else spoken.
 
     Raises ``BenchError`` where a client process fails.
     """
@@ -77,6 +79,7 @@ async def measure(
             rate=load.rate,
             burst=load.burst,
             timeout=load.timeout,
+            chat=chat,
         )
         for i, url in enumerate(urls)
     ]
@@ -89,12 +92,13 @@ async def measure(
         for task in (*clients, sampling):
             task.cancel()
         await asyncio.gather(*clients, sampling, return_exceptions=True)
+    figures_of = summarise if chat is None else summarise_chat
     return {
         "concurrency": load.concurrency or None,
         "rate": load.rate or None,
-        **summarise(records, load),
+        **figures_of(records, load),
         "per_replica": [
-            {"url": url, **summarise([own], load, short=True)} for url, own in zip(urls, records, strict=True)
+            {"url": url, **figures_of([own], load, short=True)} for url, own in zip(urls, records, strict=True)
         ],
         "saturation": gauges,
         "gpu": activity,
@@ -189,6 +193,35 @@ def summarise(clients: Sequence[Sequence[Record]], load: Load, *, short: bool = 
         "ttfa": ttfa,
         "latency": latency,
         "rtf": percentiles([(r.ended - r.begun) / r.audio for r in begun if r.audio]),
+        "mean_characters": round(fmean([r.characters for r in begun]), 1) if begun else None,
+    }
+
+
+def summarise_chat(clients: Sequence[Sequence[Record]], load: Load, *, short: bool = False) -> dict[str, Any]:
+    """As ``summarise``, for text: ``ttft`` to the first of it, ``itl`` between its pieces, tokens of whole answers."""
+    start, end = load.warmup, load.warmup + load.seconds
+    records = [record for client in clients for record in client]
+    good = [r for r in records if r.error is None]
+    ended = [r for r in good if start <= r.ended < end]
+    begun = [r for r in good if start <= r.begun < end]
+    failed = [r for r in records if r.error is not None and start <= r.ended]
+    figures = {
+        "requests_per_s": round(len(ended) / load.seconds, 3),
+        "tokens_per_s": round(sum(r.tokens for r in ended) / load.seconds, 3),
+        "requests": len(begun),
+        "errors": len(failed),
+    }
+    ttft = percentiles([r.first - r.begun for r in begun if r.first is not None])
+    latency = percentiles([r.ended - r.begun for r in begun])
+    if short:
+        return {**figures, "ttft_p50": ttft["p50"], "latency_p50": latency["p50"]}
+    return {
+        **figures,
+        "error_examples": sorted({r.error for r in failed if r.error})[:MOST_ERRORS_SHOWN],
+        "ttft": ttft,
+        "itl": percentiles([gap for r in begun for gap in r.gaps]),
+        "latency": latency,
+        "mean_tokens": round(fmean([r.tokens for r in begun]), 1) if begun else None,
         "mean_characters": round(fmean([r.characters for r in begun]), 1) if begun else None,
     }
 

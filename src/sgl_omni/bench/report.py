@@ -39,6 +39,24 @@ def speech_table(levels: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def chat_table(levels: Sequence[Mapping[str, Any]]) -> str:
+    """As ``speech_table``, for text."""
+    lines = [
+        "| offered | requests/s | tokens/s | TTFT p50 / p95 (ms) | between pieces p50 / p95 (ms) "
+        "| latency p50 / p95 (s) | errors |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for figures in levels:
+        ttft, itl, latency = figures["ttft"], figures["itl"], figures["latency"]
+        lines.append(
+            f"| {offered(figures)} | {figures['requests_per_s']:.2f} | {figures['tokens_per_s']:.1f} "
+            f"| {milliseconds(ttft['p50'])} / {milliseconds(ttft['p95'])} "
+            f"| {milliseconds(itl['p50'])} / {milliseconds(itl['p95'])} "
+            f"| {number(latency['p50'])} / {number(latency['p95'])} | {figures['errors']} |"
+        )
+    return "\n".join(lines)
+
+
 def span(values: Sequence[float], digits: int = 2) -> str:
     """``lowest to highest``, or the one value."""
     if not values:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,40 @@ from sgl_omni.cli.options import SECONDS, SECONDS_OR_NONE, in_a_folder
 from sgl_omni.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from sgl_omni.bench.chat import ChatOptions
     from sgl_omni.bench.measure import Load
     from sgl_omni.bench.workload import Workload
+
+
+LOAD_OPTIONS = (
+    click.option(
+        "--url", "urls", multiple=True, required=True, help="A running server, or a router; again for each replica."
+    ),
+    click.option(
+        "--concurrency",
+        help="Callers a replica, closed loop; several as 1,8,64. Left out: doubled from 1 until the plateau.",
+    ),
+    click.option("--rate", type=SECONDS, help="Open loop instead: requests/s for each replica, Poisson arrivals."),
+    click.option(
+        "--burst", type=click.IntRange(min=1), default=1, show_default=True, help="With --rate: arrive at once."
+    ),
+    click.option("--seconds", type=SECONDS, default=15.0, show_default=True, help="Measured, for each level."),
+    click.option("--warmup", type=SECONDS_OR_NONE, default=3.0, show_default=True, help="Seconds not measured."),
+    click.option("--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds that a request may take."),
+    click.option(
+        "--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="GPU that is watched, if any."
+    ),
+    click.option(
+        "--out", type=click.Path(dir_okay=False, path_type=Path), callback=in_a_folder, help="JSON with all figures."
+    ),
+)
+"""What is offered to whom, and where the figures go; the same for each kind of load."""
+
+
+def load_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(LOAD_OPTIONS):
+        command = option(command)
+    return command
 
 
 @click.group()
@@ -26,18 +58,7 @@ def app() -> None:
 
 
 @app.command()
-@click.option(
-    "--url", "urls", multiple=True, required=True, help="A running server, or a router; again for each replica."
-)
-@click.option(
-    "--concurrency",
-    help="Callers a replica, closed loop; several as 1,8,64. Left out: doubled from 1 until the plateau.",
-)
-@click.option("--rate", type=SECONDS, help="Open loop instead: requests/s for each replica, Poisson arrivals.")
-@click.option("--burst", type=click.IntRange(min=1), default=1, show_default=True, help="With --rate: arrive at once.")
-@click.option("--seconds", type=SECONDS, default=15.0, show_default=True, help="Measured, for each level.")
-@click.option("--warmup", type=SECONDS_OR_NONE, default=3.0, show_default=True, help="Seconds not measured.")
-@click.option("--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds that a request may take.")
+@load_options
 @click.option("--texts", default="english", show_default=True, help="A set that ships, or a file with a text a line.")
 @click.option(
     "--mix", help="Weights of short, medium and long texts, as 10/60/30; each text equally often if left out."
@@ -45,10 +66,6 @@ def app() -> None:
 @click.option("--seed", default=0, show_default=True, help="Draws the same texts and arrivals again.")
 @click.option("--model", default="demo-voice", show_default=True, help="Model name in the requests.")
 @click.option("--voice", help="Voice in the requests; the server's default if left out.")
-@click.option("--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="GPU that is watched, if any.")
-@click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), callback=in_a_folder, help="JSON with all figures."
-)
 def speech(
     urls: Sequence[str],
     concurrency: str | None,
@@ -81,10 +98,72 @@ def speech(
         workload = Workload(load_texts(texts), seed, parsed, model, voice)
     except InvalidRequest as error:
         raise click.UsageError(str(error)) from error
-    urls = [check_url(url) for url in urls]
     load = Load(rate=rate or 0.0, warmup=warmup, seconds=seconds, timeout=timeout, burst=burst)
-    figures = asyncio.run(_speech(urls, workload, levels, load, gpu))
-    click.echo(speech_table(figures))
+    _report(urls, workload, levels, load, gpu, out, speech_table)
+
+
+@app.command()
+@load_options
+@click.option(
+    "--texts", default="english", show_default=True, help="A set that ships, or a file with a question a line."
+)
+@click.option("--seed", default=0, show_default=True, help="Draws the same texts and arrivals again.")
+@click.option("--model", required=True, help="Model name in the requests.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of an answer, at most.")
+@click.option("--ignore-eos", is_flag=True, help="Every answer has --max-tokens tokens, whatever the model says.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="The server's default if left out.")
+def chat(
+    urls: Sequence[str],
+    concurrency: str | None,
+    rate: float | None,
+    texts: str,
+    seed: int,
+    model: str,
+    max_tokens: int,
+    ignore_eos: bool,
+    temperature: float | None,
+    gpu: int,
+    out: Path | None,
+    warmup: float,
+    seconds: float,
+    timeout: float,
+    burst: int,
+) -> None:
+    """Streamed chat answers from running servers, driven by one client process a replica.
+
+    Exit status: 1 when a client fails or no request ends well, 2 when an option is refused.
+    """
+    from sgl_omni.bench.chat import ChatOptions
+    from sgl_omni.bench.measure import Load
+    from sgl_omni.bench.report import chat_table
+    from sgl_omni.bench.workload import Workload, load_texts
+
+    if concurrency is not None and rate is not None:
+        raise click.UsageError("give --concurrency (closed loop) or --rate (open loop), not both")
+    levels = parse_levels(concurrency) if concurrency is not None else None
+    try:
+        workload = Workload(load_texts(texts), seed, model=model)
+    except InvalidRequest as error:
+        raise click.UsageError(str(error)) from error
+    load = Load(rate=rate or 0.0, warmup=warmup, seconds=seconds, timeout=timeout, burst=burst)
+    options = ChatOptions(max_tokens, ignore_eos, temperature)
+    _report(urls, workload, levels, load, gpu, out, chat_table, options)
+
+
+def _report(
+    urls: Sequence[str],
+    workload: Workload,
+    levels: Sequence[int] | None,
+    load: Load,
+    gpu: int,
+    out: Path | None,
+    table: Callable[[Sequence[dict[str, Any]]], str],
+    chat: ChatOptions | None = None,
+) -> None:
+    """Measures, prints the table, and writes the figures down."""
+    urls = [check_url(url) for url in urls]
+    figures = asyncio.run(_measure(urls, workload, levels, load, gpu, chat))
+    click.echo(table(figures))
     for level in figures:
         click.echo(_balance(level))
     if out is not None:
@@ -93,17 +172,23 @@ def speech(
         raise click.ClickException("no request ended well: " + "; ".join(figures[0]["error_examples"]))
 
 
-async def _speech(
-    urls: Sequence[str], workload: Workload, levels: Sequence[int] | None, load: Load, gpu: int
+async def _measure(
+    urls: Sequence[str],
+    workload: Workload,
+    levels: Sequence[int] | None,
+    load: Load,
+    gpu: int,
+    chat: ChatOptions | None,
 ) -> list[dict[str, Any]]:
     from sgl_omni.bench.measure import Sweep, measure
 
     if load.rate:
-        return [await measure(urls, workload, load, gpu=gpu)]
+        return [await measure(urls, workload, load, gpu=gpu, chat=chat)]
     figures: list[dict[str, Any]] = []
 
     async def at(level: int) -> dict[str, Any]:
-        found = await measure(urls, workload, replace(load, concurrency=level), gpu=gpu, streams=64 * len(figures))
+        offered = replace(load, concurrency=level)
+        found = await measure(urls, workload, offered, gpu=gpu, streams=64 * len(figures), chat=chat)
         click.echo(f"{level} callers each: {found['requests_per_s']:.2f} requests/s", err=True)
         figures.append(found)
         return found

@@ -78,6 +78,13 @@ PORT = click.IntRange(0, 65535)
     help="Seconds that a wave of processes may take.",
 )
 @click.option(
+    "--liveness-timeout",
+    type=SECONDS_OR_NONE,
+    default=60.0,
+    show_default=True,
+    help="Seconds after which a process that does not answer is killed; 0 for never.",
+)
+@click.option(
     "--drain-timeout",
     type=SECONDS_OR_NONE,
     default=30.0,
@@ -176,6 +183,7 @@ async def serve(
     max_in_flight: int,
     request_timeout: float,
     startup_timeout: float,
+    liveness_timeout: float,
     drain_timeout: float,
 ) -> int:
     """Runs until a signal (0) or a failure (1). A second signal ends everything at once."""
@@ -187,7 +195,11 @@ async def serve(
     sock = bind(host, port)  # before any process exists
     stopping = asyncio.Event()
     pipeline = Pipeline(
-        plan, max_in_flight=max_in_flight, request_timeout=request_timeout, startup_timeout=startup_timeout
+        plan,
+        max_in_flight=max_in_flight,
+        request_timeout=request_timeout,
+        startup_timeout=startup_timeout,
+        liveness_timeout=liveness_timeout or None,
     )
     http = HttpServer(create_app(pipeline, tasks, names[0], aliases=names[1:], media=media), sock, grace=1.0)
     _on_signals(stopping, pipeline, http.kill)

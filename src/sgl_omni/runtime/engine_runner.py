@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from sgl_omni.engine.interface import EngineOutput, FedEngine
+from sgl_omni.runtime.liveness import STEP_GAUGE
 from sgl_omni.runtime.requests import StageRequest
 from sgl_omni.runtime.runners import Runner
 from sgl_omni.runtime.stage import EngineStage, Payload
@@ -60,6 +61,7 @@ class EngineRunner(Runner):
         self._gauges: dict[str, float] = dict(stage.engine.stats())
         self._commands: deque[_Command] = deque()
         self._inputs: dict[str, _Input] = {}
+        self._step_began: float | None = None
         self._inside: set[str] = set()  # ids that the engine holds; the engine thread's own
         self._wake = threading.Condition()
         self._stopping = False
@@ -104,7 +106,8 @@ class EngineRunner(Runner):
         request.discard()
 
     def gauges(self) -> dict[str, float]:
-        return self._gauges
+        began = self._step_began
+        return {**self._gauges, STEP_GAUGE: 0.0 if began is None else time.monotonic() - began}
 
     def close(self) -> None:
         with self._wake:
@@ -194,6 +197,7 @@ class EngineRunner(Runner):
                 request.acknowledge(source)
 
     def _step(self) -> list[EngineOutput]:
+        self._step_began = time.monotonic()
         try:
             outputs = list(self._engine.step())
         except Exception as error:
@@ -201,6 +205,8 @@ class EngineRunner(Runner):
             for request_id in self._inside:
                 self._engine.abort(request_id)
             outputs = [EngineOutput(request_id, error=error) for request_id in self._inside]
+        finally:
+            self._step_began = None
         self._inside.difference_update(o.request_id for o in outputs if o.result is not None or o.error is not None)
         return outputs
 

@@ -33,6 +33,7 @@ class Instance:
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     gauges: dict[str, float] = field(default_factory=dict[str, float])
     asked: asyncio.Future[None] | None = None
+    heard: float = 0.0
     restarts: int = 0
     failed_start: StartFailed | None = None
     doom: str = ""

@@ -12,7 +12,7 @@ from sgl_omni.runtime.capacity import kv_capacity
 from sgl_omni.runtime.coordinator import DEFAULT_MAX_IN_FLIGHT, DEFAULT_TIMEOUT, Coordinator, RequestHandle
 from sgl_omni.runtime.rundir import RunDir
 from sgl_omni.runtime.stage import Payload
-from sgl_omni.runtime.supervisor import Supervisor
+from sgl_omni.runtime.supervisor import DEFAULT_LIVENESS, Supervisor
 from sgl_omni.topology.plan import Plan
 
 log = logging.getLogger("sgl_omni.pipeline")
@@ -31,14 +31,23 @@ class Pipeline:
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         request_timeout: float | None = DEFAULT_TIMEOUT,
         startup_timeout: float = DEFAULT_STARTUP_TIMEOUT,
+        liveness_timeout: float | None = DEFAULT_LIVENESS,
         facts: Callable[[int], GpuFacts] = gpu_facts,
     ) -> None:
-        """`facts` asks the driver about a GPU; only a plan that uses MPS needs it."""
+        """`liveness_timeout`: seconds after which a process that does not answer is killed; none for never. `facts`
+        asks the driver about a GPU; only a plan that uses MPS needs it."""
         self.plan = plan
         self.coordinator = Coordinator(plan, max_in_flight=max_in_flight, timeout=request_timeout)
         self._startup_timeout = startup_timeout
         self._run_dir = RunDir()
-        self.supervisor = Supervisor(plan, self.coordinator, self._run_dir, facts)
+        self.supervisor = Supervisor(
+            plan,
+            self.coordinator,
+            self._run_dir,
+            facts,
+            liveness_timeout=liveness_timeout,
+            step_timeout=request_timeout,
+        )
         self._status = "starting"
 
     async def __aenter__(self) -> Pipeline:

@@ -20,6 +20,7 @@ from sgl_omni.runtime.capacity import unequal_capacity
 from sgl_omni.runtime.channel import Channel
 from sgl_omni.runtime.coordinator import Coordinator
 from sgl_omni.runtime.instance import FIRST_BACKOFF, GroupSockets, Instance, RankGroup
+from sgl_omni.runtime.liveness import Liveness
 from sgl_omni.runtime.logs import LogTap
 from sgl_omni.runtime.messages import GroupLink, Message, Ready, Spawn, StartFailed, Stats, StatsQuery, Stop
 from sgl_omni.runtime.mps_guard import MpsGuard
@@ -34,6 +35,8 @@ STOP_SECONDS = 1.0
 
 STATS_SECONDS = 1.0
 
+DEFAULT_LIVENESS = 60.0
+
 MAX_BACKOFF = 30.0
 STEADY_SECONDS = 60.0
 """A process that lived this long starts its next restart without back-off from earlier ones."""
@@ -46,8 +49,17 @@ class Supervisor:
     """
 
     def __init__(
-        self, plan: Plan, coordinator: Coordinator, run_dir: RunDir, facts: Callable[[int], GpuFacts] = gpu_facts
+        self,
+        plan: Plan,
+        coordinator: Coordinator,
+        run_dir: RunDir,
+        facts: Callable[[int], GpuFacts] = gpu_facts,
+        *,
+        liveness_timeout: float | None = DEFAULT_LIVENESS,
+        step_timeout: float | None = None,
     ) -> None:
+        """`liveness_timeout`: seconds that a ready instance may be silent when asked; none for as long as it likes.
+        `step_timeout`: seconds that a step of an engine may take. See `Liveness`."""
         self._loop = asyncio.get_running_loop()
         self._plan = plan
         self._coordinator = coordinator
@@ -60,6 +72,12 @@ class Supervisor:
         self.groups = self._groups()
         self._group_of = {member.name: group for group in self.groups for member in group.members}
         self.failure: asyncio.Future[str] = self._loop.create_future()
+        self._liveness: Liveness | None = None
+        if liveness_timeout is not None:
+            self._liveness = Liveness(
+                self.instances.values(), self._stuck, timeout=liveness_timeout, step_timeout=step_timeout
+            )
+        self._watching: asyncio.Task[None] | None = None
 
     def _groups(self) -> tuple[RankGroup, ...]:
         members: dict[tuple[str, int], list[Instance]] = {}
@@ -91,6 +109,8 @@ class Supervisor:
         if unequal is not None:
             raise StartupError(unequal)
         await self._verify_mps()
+        if self._liveness is not None:
+            self._watching = self._loop.create_task(self._liveness.watch(), name="liveness")
 
     def _unequal_capacity(self) -> str | None:
         return unequal_capacity(self._plan, {i.name: i.facts for i in self.instances.values() if i.state == "ready"})
@@ -128,6 +148,10 @@ class Supervisor:
             self._weights.forget(name)
             instance.doom = f" because its MPS server (pid {server}) died"
             self._kill_if_alive(instance, instance.process)
+
+    def _stuck(self, instance: Instance, why: str) -> None:
+        instance.doom = why
+        self._kill_if_alive(instance, instance.process)
 
     def _spawn_group(self, group: RankGroup) -> asyncio.Future[None]:
         """Starts all ranks of a group; the future completes when all are ready, or one cannot be."""
@@ -195,6 +219,7 @@ class Supervisor:
     # Messages and ends --------------------------------------------------------------------------------------------
 
     def _receive(self, instance: Instance, channel: Channel, message: Message) -> None:
+        instance.heard = time.monotonic()
         if isinstance(message, Ready):
             instance.state = "ready"
             instance.facts = message.facts
@@ -368,6 +393,8 @@ class Supervisor:
     def _begin_stop(self) -> None:
         self._stopping = True
         self._mps.stop_watching()
+        if self._watching is not None:
+            self._watching.cancel()
         for task in list(self._restarts):
             task.cancel()
 

@@ -58,7 +58,13 @@ STATUS: tuple[tuple[type[OmniError], int], ...] = (
     (ProcessExited, 502),
 )
 
-HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
+HTTP_CODES = {
+    404: "not_found",
+    408: "request_timeout",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+}
 
 
 def status_of(error: OmniError) -> int:

@@ -12,6 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 DRAIN_BYTES = 256 << 20
 DRAIN_SECONDS = 10.0
+SILENT_SECONDS = 30.0
+"""How long a client may pause within its body."""
 SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -41,7 +43,8 @@ class RequestIds:
 
 
 class BodyLimit:
-    """Refuses a body of more than ``max_bytes`` with 413, and ends connections whose body never does.
+    """Refuses a body of more than ``max_bytes`` with 413, and one that pauses for ``SILENT_SECONDS`` with 408; ends
+    connections whose body never does.
 
     What a client still sends is read and dropped before an early answer, because closing on a client that sends would
     cost it the answer; but only so much of it, and for so long.
@@ -84,18 +87,26 @@ class _Body:
         self.declared = int(declared) if declared.isdecimal() else 0
         self.received = 0
         self._receive = receive
+        self._stalled = False
         self._complete = self.declared == 0 and "transfer-encoding" not in headers
         self._announced = "expect" in headers  # the client waits for a word before it sends: refuse without one
 
     async def receive(self) -> Message:
-        message = await self._receive()
+        if self._complete:  # what comes now is the connection's end, whenever that is
+            return await self._receive()
+        try:
+            async with asyncio.timeout(SILENT_SECONDS):
+                message = await self._receive()
+        except TimeoutError:
+            self._stalled = True
+            raise HTTPException(408, f"the request body paused for {SILENT_SECONDS:g} s") from None
         self.received += len(message.get("body", b""))
         self._complete = self._complete or not message.get("more_body", False)
         return message
 
     async def drained(self) -> bool:
         """Whether all of it has come, after reading on for a while; the rest is dropped."""
-        if not self._complete and self._announced and not self.received:
+        if self._stalled or (not self._complete and self._announced and not self.received):
             return False
         try:
             async with asyncio.timeout(DRAIN_SECONDS):

@@ -15,6 +15,11 @@ from sgl_omni.errors import InvalidRequest
 from sgl_omni.text.stops import StopFinder
 from sgl_omni.text.tokenizer import Detokenizer, TextTokenizer
 
+_SPACING = ((8, 1), (24, 2))
+"""Requests that run together, and tokens that each of them then hands on at once; ``_LARGEST_SPACING`` beyond that.
+What a token costs on its way to the client is the host's work, and at that many no reader sees the difference."""
+_LARGEST_SPACING = 4
+
 
 @dataclass(slots=True)
 class _Answer:
@@ -26,11 +31,6 @@ class _Answer:
     stops: StopFinder | None = None
     words: Detokenizer | None = None
     has_end_id: bool = False
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether each token matters as it comes."""
-        return self.stream or self.stops is not None
 
     def stops_with(self, token: int) -> bool:
         """Whether a stop text is complete with this token."""
@@ -45,8 +45,8 @@ class TextTask(Task):
 
     Chunks are ``{"token_ids"}``, the first with ``stop``. The result has ``{"finish_reason", "input_tokens",
     "output_tokens"}``, and where ``stream`` is false ``token_ids`` and ``stop``. An end id is counted but not handed
-    on. Stop texts are looked for here so that nothing is decoded beyond them; where in the last token's text one begins
-    is for who reads the tokens to find.
+    on. While many requests run, a chunk has several tokens. Stop texts are looked for here so that nothing is decoded
+    beyond them; where in the last token's text one begins is for who reads the tokens to find.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class TextTask(Task):
         self._inputs = inputs
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
+        self._together = 1
         self._eos = np.asarray(sorted(self._eos_ids), dtype=np.int64)
         # The last output is never run, so it takes neither a position nor room in the pool.
         self._limits = [(pool_tokens + 1, "the KV pool holds")]
@@ -104,6 +105,10 @@ class TextTask(Task):
             )
         return asked
 
+    def take_all(self, rows: Sequence[tuple[Request, list[int]]]) -> list[tuple[Request, bool]]:
+        self._together = len(rows)
+        return super().take_all(rows)
+
     def take(self, request: Request, row: list[int]) -> bool:
         request.outputs.append(row)
         answer: _Answer = request.task
@@ -117,9 +122,9 @@ class TextTask(Task):
         return request.finish_reason is not None
 
     def quiet_rows(self, requests: Sequence[Request]) -> int:
-        if any(r.task.is_watched for r in requests):
+        if any(r.task.stops is not None for r in requests):
             return 0
-        return min((r.max_outputs - 1 - len(r.outputs) for r in requests), default=0)
+        return min((min(r.max_outputs, r.due) - 1 - len(r.outputs) for r in requests), default=0)
 
     def is_quiet(self, rows: npt.NDArray[np.int64]) -> bool:
         return not np.isin(rows[:, 0], self._eos).any()
@@ -131,6 +136,7 @@ class TextTask(Task):
         first = request.sent == 0
         new = [row[0] for row in request.outputs[request.sent :]]
         request.sent = len(request.outputs)
+        request.due = request.sent + next((n for most, n in _SPACING if self._together <= most), _LARGEST_SPACING)
         if answer.has_end_id:
             new.pop()
         if not new:
