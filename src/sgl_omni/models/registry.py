@@ -16,6 +16,7 @@ SHIPPED: dict[str, str] = {
     "MossTTSLocalPipelineConfig": "sgl_omni.models.moss_tts_local.pipeline",
     "Qwen3TTSPipelineConfig": "sgl_omni.models.qwen3_tts.pipeline",
     "MingOmniTTSPipelineConfig": "sgl_omni.models.ming_omni_tts.pipeline",
+    "WhisperPipelineConfig": "sgl_omni.models.whisper.pipeline",
 }
 """Class name -> module that defines it. A new family adds one line."""
 

@@ -15,6 +15,7 @@ from sgl_omni.server.info import first_page, info_router
 from sgl_omni.server.metrics import Metrics
 from sgl_omni.server.middleware import BodyLimit, RequestIds
 from sgl_omni.server.speech import speech_router
+from sgl_omni.server.transcription import transcription_router
 
 MAX_BODY_BYTES = 1 << 20
 MAX_MEDIA_BODY_BYTES = 64 << 20
@@ -22,6 +23,8 @@ MAX_MEDIA_BODY_BYTES = 64 << 20
 
 COMMON_ROUTES = ["GET  /v1/models", "GET  /health", "GET  /metrics", "GET  /docs"]
 SPEECH_ROUTES = ["POST /v1/audio/speech", "GET  /v1/audio/voices"]
+TRANSCRIPTION_ROUTES = ["POST /v1/audio/transcriptions"]
+TRANSLATION_ROUTES = ["POST /v1/audio/translations"]
 
 
 def create_app(
@@ -48,6 +51,9 @@ def create_app(
     if tasks.speech:
         app.include_router(speech_router(backend, tasks.speech, models, metrics, request_timeout))
         routes = SPEECH_ROUTES + routes
+    if tasks.transcription:
+        app.include_router(transcription_router(backend, tasks.transcription, models, metrics, request_timeout))
+        routes = TRANSCRIPTION_ROUTES + TRANSLATION_ROUTES * tasks.transcription.translates + routes
     app.include_router(first_page(model_id, routes))
     install_error_handlers(app)
     limit = max_body_bytes or (MAX_MEDIA_BODY_BYTES if tasks.takes_media else MAX_BODY_BYTES)
