@@ -35,7 +35,7 @@ NO_HISTORY: tuple[int, ...] = ()
 
 @dataclass(frozen=True)
 class Whisper:
-    """``states``: what transformers' encoder makes of ten noises; ``expected``: what is said in each case, by window."""
+    """``states``: what transformers' encoder makes of ten noises; ``expected``: what each case says, by window."""
 
     folder: Path
     reference: Any

@@ -42,10 +42,12 @@ def decode_audio(
 ) -> NDArray[np.float32]:
     """A file to float32 [samples] at ``sample_rate``, its channels averaged.
 
-    A file that breaks off is read as far as it goes where its format allows that. It takes at most twice the memory of the
-    result and one block. Raises ``InvalidRequest`` that names ``param`` for a file that is no audio, is empty, holds
-    values that are no samples, or is longer than ``max_seconds``; the last is known before the samples are decoded
-    where the file says its length, and while they are where it lies.
+    A file that breaks off is read as far as it goes where its format allows that. Memory for the result twice and for
+    one block is enough, whatever the file's own rate.
+
+    Raises ``InvalidRequest`` that names ``param`` for a file that is no audio, is empty, holds values that are no
+    samples, or is longer than ``max_seconds``; the last is known before the samples are decoded where the file says
+    its length, and while they are where it lies.
     """
     try:
         with _Recording(_Bytes(data)) as file:

@@ -64,8 +64,9 @@ class WhisperPreprocessor:
         return features
 
     def _history(self, payload: Payload) -> list[int]:
-        """The caller's prompt, as if it had been said before the audio."""
+        """The caller's prompt, as if it had been said before the audio; times that it spells are left out."""
         prompt = payload.get("prompt") or ""
         if not prompt.strip():
             return []
-        return self._tokenizer.encode_plain(" " + prompt.strip())[-self._spec.longest_history :]
+        tokens = self._tokenizer.encode_plain(" " + prompt.strip())
+        return [token for token in tokens if token < self._spec.eos_id][-self._spec.longest_history :]

@@ -62,8 +62,8 @@ class Transcript:
 
 
 class WhisperTask(Task):
-    """Payloads have ``windows`` (each ``encoder_states`` [frames, width], ``start``, ``end``), ``task``, ``timestamps``,
-    ``history`` (ids said before) and where it is known ``language``.
+    """Payloads have ``windows`` (each with ``encoder_states`` [frames, width], ``start`` and ``end``), ``task``,
+    ``timestamps``, ``history`` (ids said before) and where it is known ``language``.
 
     Each window is a sequence of its own, from a prompt that ends what was said before it; what a window says is the
     history of the next, unless it was cut or repeats itself. Where the language is not known, a sequence of one token
