@@ -141,10 +141,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """What a request goes on with when the sequence before it has ended: the next piece of a text, say."""
+    """What a request goes on with when the sequence before it has ended: the next piece of a text, say.
+
+    ``source`` [frames, width] where it attends over another encoder output than the sequence before.
+    """
 
     prompt: Prompt
     max_outputs: int
+    source: Tensor | None = None
 
     @property
     def longest(self) -> int:
@@ -260,6 +264,8 @@ class Request:
             following.max_outputs,
             len(following.prompt),
         )
+        if following.source is not None:
+            self.source = following.source
         self.drawn += len(self.outputs)
         self.outputs = []
         self.sent = self.computed = self.launched = self.due = 0
