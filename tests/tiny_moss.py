@@ -7,6 +7,7 @@ modules have the names that the tensors have on disk.
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -445,3 +446,13 @@ def write_tokenizer(folder: Path) -> Any:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def recording(seconds: float, channels: int = 1, rate: int = RATE) -> bytes:
+    """A file of noise."""
+    import soundfile
+
+    file = io.BytesIO()
+    samples = np.random.default_rng(0).normal(0, 0.1, (round(seconds * rate), channels)).astype(np.float32)
+    soundfile.write(file, samples, rate, format="WAV", subtype="FLOAT")
+    return file.getvalue()

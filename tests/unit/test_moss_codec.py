@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import soundfile
 import torch
 
 from sgl_omni.audio.decode import decode_channels
@@ -24,7 +22,7 @@ from sgl_omni.models.moss_tts_local.preprocess import ReferenceVoices, level
 from sgl_omni.models.moss_tts_local.vocoder import MossVocoder
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_moss import BOOKS, CHANNELS, CODEC_BOOKS, CODES, FRAME, RATE, PlainCodec, write_codec  # noqa: E402
+from tiny_moss import BOOKS, CHANNELS, CODEC_BOOKS, CODES, FRAME, RATE, PlainCodec, recording, write_codec
 
 FRAMES = 60
 
@@ -65,10 +63,10 @@ def test_what_lies_beyond_the_context_is_forgotten(codec: tuple[Path, PlainCodec
 @pytest.mark.parametrize("samples", [FRAME, 7 * FRAME + 5, FRAMES * FRAME])
 def test_encoding_finds_the_codes_of_the_plain_model(codec: tuple[Path, PlainCodec], samples: int) -> None:
     folder, plain = codec
-    recording = torch.randn(CHANNELS, samples, generator=torch.Generator().manual_seed(samples)) * 0.3
-    found = CodecEncoder.load(folder, BOOKS).encode(recording)
+    heard = torch.randn(CHANNELS, samples, generator=torch.Generator().manual_seed(samples)) * 0.3
+    found = CodecEncoder.load(folder, BOOKS).encode(heard)
     assert found.shape == (samples // FRAME, BOOKS)
-    assert torch.equal(found, plain.encode(recording))
+    assert torch.equal(found, plain.encode(heard))
 
 
 def test_less_than_a_frame_has_no_codes(codec: tuple[Path, PlainCodec]) -> None:
@@ -102,13 +100,6 @@ def test_speed_changes_the_length(codec: tuple[Path, PlainCodec], codes: torch.T
     chunk = {"codes": codes.numpy().astype(np.int16), "speed": 2.0}
     found = [*vocoder.feed(state, chunk), *vocoder.flush(state)]
     assert sum(len(each["audio"]) for each in found) == FRAMES * FRAME // 2
-
-
-def recording(seconds: float, channels: int = 1, rate: int = RATE) -> bytes:
-    file = io.BytesIO()
-    samples = np.random.default_rng(0).normal(0, 0.1, (round(seconds * rate), channels)).astype(np.float32)
-    soundfile.write(file, samples, rate, format="WAV", subtype="FLOAT")
-    return file.getvalue()
 
 
 def test_channels_of_a_file() -> None:

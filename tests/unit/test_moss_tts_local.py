@@ -26,7 +26,7 @@ from sgl_omni.models.moss_tts_local.task import MossTask
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_moss import BOOKS, CODES, TEXTS, Tiny, build  # noqa: E402
+from tiny_moss import BOOKS, CODES, TEXTS, Tiny, build
 
 FRAMES = 14
 BOTH_RUNNERS = pytest.mark.parametrize("device_rows", [False, True], ids=["at-once", "ahead"])
