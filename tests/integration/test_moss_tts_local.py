@@ -125,6 +125,7 @@ def test_replicas_with_shared_weights_too(replicas_config: Path, alone: list[np.
         assert np.array_equal(audio, alone[i % len(TEXTS)])
 
 
+@pytest.mark.slow
 def test_the_audit_passes(replicas_config: Path, tmp_path: Path) -> None:
     lines = tmp_path / "payloads.jsonl"
     drawn = {"temperature": 1.2, "seed": 3}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,10 @@ from sgl_omni.audio.decode import decode_channels
 from sgl_omni.engine.checkpoint import CheckpointError
 from sgl_omni.engine.task import HandOver
 from sgl_omni.errors import InvalidRequest, StartupError
-from sgl_omni.models.moss_tts_local.codec import CodecDecoder, CodecEncoder
+from sgl_omni.models.moss_tts_local.codec import CodecDecoder, CodecEncoder, Quantizer
 from sgl_omni.models.moss_tts_local.codec_spec import CodecSpec, TransformerSpec
-from sgl_omni.models.moss_tts_local.codec_stack import CodecStream
+from sgl_omni.models.moss_tts_local.codec_stack import CodecStack
+from sgl_omni.models.moss_tts_local.gathering import GatheringDecoder
 from sgl_omni.models.moss_tts_local.preprocess import ReferenceVoices, level
 from sgl_omni.models.moss_tts_local.vocoder import MossVocoder
 
@@ -39,25 +43,96 @@ def codes() -> torch.Tensor:
     return torch.randint(0, CODES, (FRAMES, BOOKS), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("pieces", [[FRAMES], [1] * FRAMES, [2, *[8] * 7, 2], [29, 31]])
+@pytest.mark.parametrize("pieces", [[FRAMES], [1] * FRAMES, [3, *[12] * 4, 9], [29, 31]])
 def test_decoding_in_pieces_gives_the_audio_of_the_whole(
     codec: tuple[Path, PlainCodec], codes: torch.Tensor, pieces: list[int]
 ) -> None:
     folder, plain = codec
-    ours, stream = CodecDecoder.load(folder, BOOKS), CodecStream()
-    audio = torch.cat([ours.decode(piece, stream) for piece in codes.split(pieces)], 1)
+    ours = CodecDecoder.load(folder, BOOKS)
+    stream = ours.open()
+    audio = torch.cat([ours.decode(piece[None], [stream])[0] for piece in codes.split(pieces)], 1)
     expected = plain.decode(codes)
     assert audio.shape == (CHANNELS, FRAMES * FRAME)
     assert (audio - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
-def test_what_lies_beyond_the_context_is_forgotten(codec: tuple[Path, PlainCodec], codes: torch.Tensor) -> None:
-    ours, stream = CodecDecoder.load(codec[0], BOOKS), CodecStream()
+def test_streams_that_are_decoded_together_are_those_alone(codec: tuple[Path, PlainCodec], codes: torch.Tensor) -> None:
+    """Each begins at a time of its own, and places in the memory are used again."""
+    folder, plain = codec
+    ours = CodecDecoder.load(folder, BOOKS)
+    recordings = [codes.roll(shift, 0)[: 20 + 10 * shift] for shift in range(4)]
+    waiting, running, heard = list(range(4)), {}, {i: [] for i in range(4)}
+    while waiting or running:
+        if waiting and len(running) < 3:
+            running[waiting.pop(0)] = ours.open()
+        pieces = [recordings[i][s.frames : s.frames + 5] for i, s in running.items()]
+        audio = ours.decode(torch.stack(pieces), list(running.values()))
+        for i, samples in zip(list(running), audio, strict=True):
+            heard[i].append(samples)
+            if running[i].frames == len(recordings[i]):
+                ours.close(running.pop(i))
+    assert ours._memory.rows == 4
+    for i, spoken in enumerate(recordings):
+        expected = plain.decode(spoken)
+        assert (torch.cat(heard[i], 1) - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def test_no_more_is_kept_than_the_context(codec: tuple[Path, PlainCodec], codes: torch.Tensor) -> None:
+    ours = CodecDecoder.load(codec[0], BOOKS)
+    stream = ours.open()
     for piece in codes.split(7):
-        ours.decode(piece, stream)
+        ours.decode(piece[None], [stream])
     contexts = [block.context for block in ours.spec.decoder if isinstance(block, TransformerSpec)]
     assert contexts == [5, 12]
-    assert {kept.shape[2] for kept in stream.kept.values()} == {context - 1 for context in contexts}
+    assert {kept.shape[3] for kept in ours._memory.layers.values()} == {context - 1 for context in contexts}
+
+
+def test_what_comes_while_the_codec_is_busy_is_decoded_together(
+    codec: tuple[Path, PlainCodec], codes: torch.Tensor
+) -> None:
+    folder, plain = codec
+    batches: list[int] = []
+
+    class Watched(CodecDecoder):
+        def decode(self, codes: torch.Tensor, streams: Any) -> torch.Tensor:
+            batches.append(len(streams))
+            time.sleep(0.01)
+            return super().decode(codes, streams)
+
+    gathering = GatheringDecoder(Watched.load(folder, BOOKS), 4)
+
+    def spoken(shift: int) -> torch.Tensor:
+        stream = gathering.open()
+        pieces = codes.roll(shift, 0).split(4 if shift % 2 else 6)
+        audio = torch.cat([gathering.decode(piece, stream) for piece in pieces], 1)
+        gathering.close(stream)
+        return audio
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(spoken, range(8)))
+    for shift, audio in enumerate(found):
+        expected = plain.decode(codes.roll(shift, 0))
+        assert (audio - expected).abs().max() < 2e-5 * expected.abs().max()
+    assert 1 < max(batches) <= 4
+
+
+def test_an_error_reaches_every_thread_that_waits(codec: tuple[Path, PlainCodec], codes: torch.Tensor) -> None:
+    gathering = GatheringDecoder(CodecDecoder.load(codec[0], BOOKS), 4)
+
+    def wrong() -> str:
+        stream = gathering.open()
+        try:
+            gathering.decode(codes[:3, :2], stream)
+        except IndexError as error:
+            return type(error).__name__
+        finally:
+            gathering.close(stream)
+        return "none"
+
+    with ThreadPoolExecutor(3) as pool:
+        assert [pool.submit(wrong).result() for _ in range(3)] == ["IndexError"] * 3
+    stream = gathering.open()
+    assert gathering.decode(codes[:3], stream).shape == (CHANNELS, 3 * FRAME)
 
 
 @pytest.mark.parametrize("samples", [FRAME, 7 * FRAME + 5, FRAMES * FRAME])
@@ -192,3 +267,74 @@ def test_a_codec_that_lacks_a_tensor_names_it(codec: tuple[Path, PlainCodec], tm
     with pytest.raises(CheckpointError, match=r"missing: decoder.0.transformer.layers.1.ffn.0.weight"):
         CodecDecoder.load(tmp_path, BOOKS)
     CodecEncoder.load(tmp_path, BOOKS)
+
+
+def published() -> dict[str, Any]:
+    """The config of OpenMOSS-Team/MOSS-Audio-Tokenizer-v2."""
+
+    def transformer(inside: int, outside: int, seconds: float, width: int = 768, layers: int = 12) -> dict[str, Any]:
+        return {
+            "module_type": "Transformer",
+            "input_dimension": inside,
+            "output_dimension": outside,
+            "d_model": width,
+            "num_heads": width // 64,
+            "num_layers": layers,
+            "dim_feedforward": 4 * width,
+            "causal": True,
+            "norm": "layer_norm",
+            "positional_embedding": "rope",
+            "max_period": 10000,
+            "gating": "none",
+            "layer_scale": 0.01,
+            "conv_layout": True,
+            "context_duration": seconds,
+        }
+
+    first, half = (
+        {"module_type": "PatchedPretransform", "patch_size": 240},
+        {
+            "module_type": "PatchedPretransform",
+            "patch_size": 2,
+        },
+    )
+    down = [
+        transformer(240, 384, 1.0),
+        *(transformer(768, 384, s) for s in (2.0, 4.0, 8.0)),
+        transformer(768, 640, 10.0),
+    ]
+    up = [transformer(640, 768, 10.0), *(transformer(384, 768, s) for s in (8.0, 4.0, 2.0)), transformer(384, 240, 1.0)]
+    encoder = [part for block in down for part in (half, block)][1:]
+    decoder = [part for block in up for part in (half, block)]
+    return {
+        "model_type": "moss-audio-tokenizer",
+        "sampling_rate": 48000,
+        "downsample_rate": 3840,
+        "number_channels": 2,
+        "enable_channel_interleave": True,
+        "encoder_kwargs": [first, *encoder, half, transformer(1280, 768, 10.0, 1280, 32)],
+        "decoder_kwargs": [transformer(768, 1280, 10.0, 1280, 32), *decoder, first],
+        "quantizer_type": "rlfq",
+        "quantizer_kwargs": {
+            "input_dim": 768,
+            "rvq_dim": 512,
+            "output_dim": 768,
+            "num_quantizers": 32,
+            "codebook_size": 1024,
+            "codebook_dim": 8,
+        },
+    }
+
+
+def test_the_published_codec_has_the_tensors_that_its_index_counts() -> None:
+    """2,094 tensors of 2,123,701,248 numbers, as model.safetensors.index.json says."""
+    spec = CodecSpec.parse(published())
+    with torch.device("meta"):
+        encoder = CodecStack(spec.encoder, down=True, frame_places=7680)
+        decoder = CodecStack(spec.decoder, down=False, frame_places=1)
+        quantizer = Quantizer(spec.quantizer, 32)
+    slots = [*encoder.slots("encoder."), *decoder.slots("decoder."), *quantizer.slots("quantizer.")]
+    assert len({slot.name for slot in slots}) == len(slots) == 2094
+    assert sum(math.prod(slot.shape) for slot in slots) == 2_123_701_248
+    contexts = [block.context for block in spec.decoder if isinstance(block, TransformerSpec)]
+    assert contexts == [125, 250, 400, 400, 400, 400]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from sgl_omni.engine.decoder import materialise
 from sgl_omni.engine.layers import parameter
 from sgl_omni.errors import StartupError
 from sgl_omni.models.moss_tts_local.codec_spec import CodecSpec, QuantizerSpec
-from sgl_omni.models.moss_tts_local.codec_stack import CodecStack, CodecStream
+from sgl_omni.models.moss_tts_local.codec_stack import CodecStack
 
 _ENCODED_FRAMES = 25
 """Frames that are encoded together, which bounds the memory that attention takes."""
@@ -58,7 +59,7 @@ class _Codebook(nn.Module):
     def nearest(self, x: Tensor) -> Tensor:
         """x [n, size] -> codes int64 [n]."""
         x = x if self.into is None else self.into(x)
-        vectors = self.vectors
+        vectors: Tensor = self.vectors
         if self._normalised:
             x, vectors = F.normalize(x), F.normalize(vectors)
         distances = x.pow(2).sum(1, keepdim=True) - 2 * x @ vectors.T + vectors.pow(2).sum(1)
@@ -98,10 +99,11 @@ class Quantizer(nn.Module):
         return torch.stack(codes, 1)
 
     def decode(self, codes: Tensor, tables: Tensor) -> Tensor:
-        """codes int64 [frames, codebooks] and what ``tables`` returns -> [frames, out_size]."""
+        """codes int64 [..., codebooks] and what ``tables`` returns -> [..., out_size]."""
         books = torch.arange(len(self.codebooks), device=codes.device)
-        total = tables[books, codes].sum(1)
-        return total if self.out_of is None else self.out_of(total)
+        total = tables[books, codes].sum(-2)
+        projected: Tensor = total if self.out_of is None else self.out_of(total)
+        return projected
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         for key, part in (("input_proj", self.into), ("output_proj", self.out_of)):
@@ -121,7 +123,11 @@ def _read(
     checkpoint = Checkpoint(folder)
     spec = CodecSpec.parse(checkpoint.config())
     with torch.device("meta"):
-        stack = CodecStack(spec.encoder if part == "encoder" else spec.decoder, down=part == "encoder")
+        stack = (
+            CodecStack(spec.encoder, down=True, frame_places=spec.frame_samples * spec.channels)
+            if part == "encoder"
+            else CodecStack(spec.decoder, down=False, frame_places=1)
+        )
         quantizer = Quantizer(spec.quantizer, num_codebooks)
     materialise(stack, device, dtype)
     materialise(quantizer, device, torch.float32)
@@ -135,6 +141,7 @@ class CodecEncoder(nn.Module):
         super().__init__()
         self.spec, self.stack, self.quantizer = spec, stack, quantizer
         self._device, self._dtype = next(stack.parameters()).device, next(stack.parameters()).dtype
+        self._memory = stack.memory()
 
     @classmethod
     def load(
@@ -151,12 +158,23 @@ class CodecEncoder(nn.Module):
         """float32 [channels, samples] -> codes int64 [frames, codebooks]; what fills no frame is left out."""
         spec = self.spec
         frames = samples.shape[1] // spec.frame_samples
-        flat = samples[:, : frames * spec.frame_samples].T.reshape(-1, 1)
-        stream, codes = CodecStream(), []
-        for piece in flat.split(_ENCODED_FRAMES * spec.frame_samples * spec.channels):
-            x = self.stack(piece.to(self._device, self._dtype), stream)
-            codes.append(self.quantizer.encode(x.float()))
+        flat = samples[:, : frames * spec.frame_samples].T.reshape(-1, 1).to(self._device, self._dtype)
+        row, codes = torch.tensor([self._memory.take()], device=self._device), []
+        for start in range(0, frames, _ENCODED_FRAMES):
+            places = slice(*(at * spec.frame_samples * spec.channels for at in (start, start + _ENCODED_FRAMES)))
+            seen = torch.tensor([start], device=self._device)
+            x = self.stack(flat[None, places], self._memory, row, seen)
+            codes.append(self.quantizer.encode(x[0].float()))
+        self._memory.leave(int(row))
         return torch.cat(codes).cpu() if codes else torch.zeros(0, len(self.quantizer.codebooks), dtype=torch.int64)
+
+
+@dataclass(slots=True)
+class CodecStream:
+    """A recording that is being decoded: its row of the memory, and frames so far."""
+
+    row: int
+    frames: int = 0
 
 
 class CodecDecoder(nn.Module):
@@ -166,6 +184,7 @@ class CodecDecoder(nn.Module):
         with torch.inference_mode():
             self._tables = quantizer.tables()
         self._dtype = next(stack.parameters()).dtype
+        self._memory = stack.memory()
 
     @classmethod
     def load(
@@ -178,8 +197,23 @@ class CodecDecoder(nn.Module):
         return cls(*_read(folder, "decoder", num_codebooks, device, dtype))
 
     @torch.inference_mode()
-    def decode(self, codes: Tensor, stream: CodecStream) -> Tensor:
-        """The stream's next codes int64 [frames, codebooks] -> float32 [channels, frames * frame_samples]."""
-        x = self.quantizer.decode(codes.to(self._tables.device), self._tables)
-        flat = self.stack(x.to(self._dtype), stream)
-        return flat.float().view(-1, self.spec.channels).T.cpu()
+    def open(self) -> CodecStream:
+        return CodecStream(self._memory.take())
+
+    def close(self, stream: CodecStream) -> None:
+        self._memory.leave(stream.row)
+
+    @torch.inference_mode()
+    def decode(self, codes: Tensor, streams: Sequence[CodecStream]) -> Tensor:
+        """The next codes int64 [batch, frames, codebooks] of as many streams.
+
+        Returns float32 [batch, channels, frames * frame_samples].
+        """
+        device = self._tables.device
+        rows, seen = torch.tensor([[s.row for s in streams], [s.frames for s in streams]], device=device)
+        x = self.quantizer.decode(codes.to(device), self._tables)
+        flat = self.stack(x.to(self._dtype), self._memory, rows, seen)
+        for stream in streams:
+            stream.frames += codes.shape[1]
+        audio: Tensor = flat.float().view(len(streams), -1, self.spec.channels).transpose(1, 2)
+        return audio.cpu()

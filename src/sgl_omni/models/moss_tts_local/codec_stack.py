@@ -1,9 +1,8 @@
-"""Causal transformers between patches, run piece by piece: what a piece needs of those before it is in its stream."""
+"""Causal transformers between patches, run piece by piece and for several recordings together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +16,35 @@ from sgl_omni.models.moss_tts_local.pairs import rotate_pairs, rotation_of
 _NORM_EPS = 1e-5
 
 
-@dataclass(slots=True)
-class CodecStream:
-    """Of one recording: keys and values [2, heads, places, head_dim] of each layer, places seen by each transformer."""
+class StreamMemory:
+    """What later pieces need of earlier ones: of each layer, keys and values of the last places of every recording.
 
-    kept: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
-    seen: dict[int, int] = field(default_factory=dict[int, int])
+    A recording has a row of each tensor [rows, 2, heads, places, head_dim]; the place seen last is the last one.
+    """
+
+    def __init__(self, blocks: Sequence[BlockSpec], like: Tensor) -> None:
+        self._like = like
+        self.layers = {
+            (i, layer): like.new_zeros(0, 2, block.num_heads, block.context - 1, block.head_dim)
+            for i, block in enumerate(blocks)
+            if isinstance(block, TransformerSpec)
+            for layer in range(block.num_layers)
+        }
+        self._free: list[int] = []
+        self.rows = 0
+
+    def take(self) -> int:
+        """A row for a new recording; there are twice as many where none is left."""
+        if not self._free:
+            more = max(1, self.rows)
+            for key, kept in self.layers.items():
+                self.layers[key] = torch.cat([kept, kept.new_zeros(more, *kept.shape[1:])])
+            self._free = list(range(self.rows + more - 1, self.rows - 1, -1))
+            self.rows += more
+        return self._free.pop()
+
+    def leave(self, row: int) -> None:
+        self._free.append(row)
 
 
 class _Layer(nn.Module):
@@ -37,28 +59,26 @@ class _Layer(nn.Module):
         self.scale1 = parameter(width) if spec.scaled else None
         self.scale2 = parameter(width) if spec.scaled else None
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [places, width] and the keys and values before them -> x, and those to keep for the next piece."""
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kept: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+        """x [batch, places, width], ``kept`` of this layer and whose ``rows`` of it these are; see ``_Transformer``."""
         width = (self._spec.width,)
-        mixed, kept = self._attention(F.layer_norm(x, width, self.norm1, self.norm1_bias, _NORM_EPS), rotation, before)
+        normed = F.layer_norm(x, width, self.norm1, self.norm1_bias, _NORM_EPS)
+        mixed = self._attention(normed, rotation, kept, rows, mask)
         x = x + (mixed if self.scale1 is None else mixed * self.scale1)
         inner = F.gelu(F.linear(F.layer_norm(x, width, self.norm2, self.norm2_bias, _NORM_EPS), self.up))
         fed = F.linear(inner, self.down)
-        return x + (fed if self.scale2 is None else fed * self.scale2), kept
+        return x + (fed if self.scale2 is None else fed * self.scale2)
 
-    def _attention(self, x: Tensor, rotation: tuple[Tensor, Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
-        spec = self._spec
-        q, k, v = F.linear(x, self.qkv).view(-1, 3, spec.num_heads, spec.head_dim).unbind(1)
+    def _attention(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], kept: Tensor, rows: Tensor, mask: Tensor
+    ) -> Tensor:
+        spec, (batch, places, _) = self._spec, x.shape
+        q, k, v = F.linear(x, self.qkv).view(batch, places, 3, spec.num_heads, spec.head_dim).unbind(2)
         q, k = rotate_pairs(q, rotation), rotate_pairs(k, rotation)
-        known = torch.stack([k, v]).transpose(1, 2)
-        if before is not None:
-            known = torch.cat([before, known], 2)
-        places = torch.arange(known.shape[2], device=x.device)
-        distance = places[-x.shape[0] :, None] - places
-        mask = (distance >= 0) & (distance < spec.context)
-        mixed = F.scaled_dot_product_attention(q.transpose(0, 1)[None], known[0][None], known[1][None], mask)[0]
-        kept = known[:, :, max(0, known.shape[2] - spec.context + 1) :]
-        return F.linear(mixed.transpose(0, 1).flatten(1), self.out), kept.contiguous()
+        known = torch.cat([kept[rows], torch.stack([k, v], 1).transpose(2, 3)], 3)
+        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), known[:, 0], known[:, 1], mask)
+        kept.index_copy_(0, rows, known[:, :, :, places:])
+        return F.linear(mixed.transpose(1, 2).flatten(2), self.out)
 
     def slots(self, name: str) -> Iterator[Slot]:
         named = {
@@ -86,15 +106,18 @@ class _Transformer(nn.Module):
         self.out_of = parameter(spec.out_size, spec.width)
         self.layers = nn.ModuleList(_Layer(spec) for _ in range(spec.num_layers))
 
-    def forward(self, x: Tensor, stream: CodecStream, index: int) -> Tensor:
-        spec = self._spec
-        start = stream.seen.get(index, 0)
-        stream.seen[index] = start + x.shape[0]
-        positions = torch.arange(start, start + x.shape[0], device=x.device)
-        rotation = rotation_of(positions, spec.head_dim, spec.rope_theta)
+    def forward(self, x: Tensor, memory: StreamMemory, index: int, rows: Tensor, seen: Tensor) -> Tensor:
+        """x [batch, places, in_size] of the recordings with these ``rows`` of the memory, after ``seen`` places."""
+        spec, places = self._spec, x.shape[1]
+        before = spec.context - 1
+        rotation = rotation_of(seen[:, None] + torch.arange(places, device=x.device), spec.head_dim, spec.rope_theta)
+        at = torch.arange(before + places, device=x.device)
+        distance = at[before:, None] - at
+        near = (distance >= 0) & (distance < spec.context)
+        mask = (near & (at >= before - seen[:, None, None]))[:, None]
         x = F.linear(x, self.into)
         for i, layer in enumerate(self.layers):
-            x, stream.kept[index, i] = layer(x, rotation, stream.kept.get((index, i)))
+            x = layer(x, rotation, memory.layers[index, i], rows, mask)
         return F.linear(x, self.out_of)
 
     def slots(self, name: str) -> Iterator[Slot]:
@@ -106,25 +129,31 @@ class _Transformer(nn.Module):
 
 
 class CodecStack(nn.Module):
-    """The encoder (``down``) or the decoder: [places, channels] in, as many places as its patches make of them out."""
+    """The encoder or the decoder: [batch, places, channels] in, as many places as its patches make of them out."""
 
-    def __init__(self, blocks: Sequence[BlockSpec], *, down: bool) -> None:
+    def __init__(self, blocks: Sequence[BlockSpec], *, down: bool, frame_places: int) -> None:
+        """``down``: patches make fewer places; ``frame_places``: of the input, in a frame."""
         super().__init__()
         self._blocks = tuple(blocks)
         self._down = down
+        self._frame_places = frame_places
         self.transformers = nn.ModuleDict(
             {str(i): _Transformer(block) for i, block in enumerate(blocks) if isinstance(block, TransformerSpec)}
         )
 
-    def forward(self, x: Tensor, stream: CodecStream) -> Tensor:
-        """The next piece of the stream; in an encoder a whole number of frames."""
+    def memory(self) -> StreamMemory:
+        return StreamMemory(self._blocks, next(self.parameters()))
+
+    def forward(self, x: Tensor, memory: StreamMemory, rows: Tensor, frames: Tensor) -> Tensor:
+        """The next frames of the recordings with these ``rows`` of the memory, after so many ``frames`` [batch]."""
+        places = self._frame_places
         for i, block in enumerate(self._blocks):
             if isinstance(block, TransformerSpec):
-                x = self.transformers[str(i)](x, stream, i)
+                x = self.transformers[str(i)](x, memory, i, rows, frames * places)
             elif self._down:
-                x = x.unflatten(0, (-1, block.size)).transpose(1, 2).flatten(1)
+                x, places = x.unflatten(1, (-1, block.size)).transpose(2, 3).flatten(2), places // block.size
             else:
-                x = x.unflatten(1, (-1, block.size)).transpose(1, 2).flatten(0, 1)
+                x, places = x.unflatten(2, (-1, block.size)).transpose(2, 3).flatten(1, 2), places * block.size
         return x
 
     def slots(self, prefix: str) -> Iterator[Slot]:

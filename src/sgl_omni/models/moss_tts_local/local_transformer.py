@@ -70,7 +70,8 @@ class _Layer(nn.Module):
         x = x + self.out(mixed.reshape(n, count, -1))
         inner = self.up(self.mlp_norm(x))
         inner = F.silu(inner) if self._gated else F.gelu(inner, approximate="tanh")
-        return x + self.down(inner)
+        fed: Tensor = self.down(inner)
+        return x + fed
 
     def slots(self, name: str) -> Iterator[Slot]:
         yield from self.attention_norm.slots(f"{name}.ln_1")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from sgl_omni.engine.weights import WeightStore
 
-FIRST_FRAMES, THEN_FRAMES = 2, 8
+FIRST_FRAMES, THEN_FRAMES = 3, 12
 """Frames (of 80 ms) that are decoded together: at the beginning, so that audio is there soon, and later."""
 
 
@@ -67,9 +67,17 @@ def create_engine(
 
 
 def create_vocoder(
-    model_path: str, gpu_id: int | None = None, device: str = "cpu", dtype: str | None = None
+    model_path: str,
+    gpu_id: int | None = None,
+    device: str = "cpu",
+    dtype: str | None = None,
+    max_batch: int | None = None,
 ) -> StreamStage[Any]:
-    """Frames of codes to audio, at the asked speed."""
+    """Frames of codes to audio, at the asked speed.
+
+    ``max_batch``: requests that are decoded together; 32 on a GPU unless it is given. Elsewhere it is 1, and a
+    request's audio the same bits whatever else is spoken.
+    """
     from sgl_omni.engine.task import HandOver
     from sgl_omni.models.moss_tts_local.codec import CodecDecoder
     from sgl_omni.models.moss_tts_local.vocoder import MossVocoder
@@ -77,7 +85,11 @@ def create_vocoder(
     folder = find_folder(model_path)
     books = read_json(folder)["n_vq"]
     codec = CodecDecoder.load(codec_folder(folder), books, device, _dtype(dtype, device))
-    return MossVocoder(codec, books, HandOver(FIRST_FRAMES, THEN_FRAMES))
+    if max_batch is None:
+        max_batch = 32 if device.startswith("cuda") else 1
+    if max_batch < 1:
+        raise StartupError(f"max_batch must be 1 or more, not {max_batch}")
+    return MossVocoder(codec, books, HandOver(FIRST_FRAMES, THEN_FRAMES), max_batch)
 
 
 def _dtype(name: str | None, device: str) -> torch.dtype:
