@@ -10,7 +10,7 @@ import pytest
 import soundfile
 from numpy.typing import NDArray
 
-from sgl_omni.audio.decode import MAX_CHANNELS, decode_audio, resample
+from sgl_omni.audio.decode import decode_audio, decode_channels, resample
 from sgl_omni.errors import InvalidRequest
 
 RATE = 16_000
@@ -200,3 +200,24 @@ def test_noise_after_a_header_ends_in_samples_or_a_refusal() -> None:
                 assert refused.param == "file"
             else:
                 assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize(("found", "wanted"), [(1, 2), (2, 2), (3, 2)])
+def test_channels_are_kept_apart(found: int, wanted: int) -> None:
+    tones = np.stack([np.sin(2 * np.pi * 200 * (k + 1) * np.arange(16000) / 16000) for k in range(found)], axis=1)
+    file = io.BytesIO()
+    soundfile.write(file, (0.5 * tones).astype(np.float32), 16000, format="WAV", subtype="FLOAT")
+    got = decode_channels(file.getvalue(), 16000, wanted, param="audio")
+    assert got.shape == (wanted, 16000) and got.flags.c_contiguous
+    for k in range(wanted):
+        np.testing.assert_allclose(got[k], 0.5 * tones[:, min(k, found - 1)], atol=1e-6)
+    halved = decode_channels(file.getvalue(), 8000, wanted, param="audio")
+    assert halved.shape == (wanted, 8000)
+    np.testing.assert_allclose(halved[0][500:-500], got[0][::2][500:-500], atol=1e-3)
+
+
+def test_two_channels_are_not_made_three() -> None:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros((100, 2), np.float32), 16000, format="WAV")
+    with pytest.raises(InvalidRequest, match="2 channels cannot be made 3"):
+        decode_channels(file.getvalue(), 16000, 3, param="audio")

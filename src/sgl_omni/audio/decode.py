@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import soundfile
@@ -21,6 +21,8 @@ LARGEST_SAMPLE = 2.0**31
 """Full scale is 1; files of floats that mean whole numbers go up to this. Beyond, a spectrum has no finite energy."""
 
 _BLOCK_FRAMES = 1 << 18
+
+Chosen = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
 
 class _Recording(soundfile.SoundFile):  # type: ignore[misc]
@@ -49,10 +51,37 @@ def decode_audio(
     samples, or is longer than ``max_seconds``; the last is known before the samples are decoded where the file says
     its length, and while they are where it lies.
     """
+    return _read(data, sample_rate, 1, lambda block: block.mean(axis=1, keepdims=True), param, max_seconds)[:, 0]
+
+
+def decode_channels(
+    data: bytes | memoryview, sample_rate: int, channels: int, *, param: str, max_seconds: float = MAX_SECONDS
+) -> NDArray[np.float32]:
+    """A file to float32 [channels, samples]: its first channels, or its only one as often as is asked.
+
+    Raises ``InvalidRequest`` as ``decode_audio`` does, and for a file of fewer channels that has more than one.
+    """
+
+    def chosen(block: NDArray[np.float32]) -> NDArray[np.float32]:
+        found = block.shape[1]
+        if found == 1:
+            return np.repeat(block, channels, axis=1)
+        if found < channels:
+            raise InvalidRequest(f"audio of {found} channels cannot be made {channels}", param)
+        return np.ascontiguousarray(block[:, :channels])
+
+    return np.ascontiguousarray(_read(data, sample_rate, channels, chosen, param, max_seconds).T)
+
+
+def _read(
+    data: bytes | memoryview, sample_rate: int, channels: int, chosen: Chosen, param: str, max_seconds: float
+) -> NDArray[np.float32]:
+    """[samples, channels] of what ``chosen`` makes of blocks of the file."""
     try:
         with _Recording(_Bytes(data)) as file:
             _check(file, max_seconds, param)
-            samples = _joined(_blocks(file, max_seconds, param), file.samplerate, sample_rate)
+            blocks = (chosen(block) for block in _blocks(file, max_seconds, param))
+            samples = _joined(blocks, channels, file.samplerate, sample_rate)
     except soundfile.LibsndfileError as error:
         raise InvalidRequest(f"the audio cannot be read: {error.error_string}", param) from error
     except (RuntimeError, TypeError, ValueError) as error:
@@ -63,7 +92,7 @@ def decode_audio(
 
 
 def resample(samples: NDArray[np.float32], rate: int, target: int) -> NDArray[np.float32]:
-    """float32 [samples] at ``rate`` Hz -> at ``target`` Hz."""
+    """float32 [samples] or [samples, channels] at ``rate`` Hz -> at ``target`` Hz."""
     if rate == target:
         return samples
     import soxr
@@ -85,7 +114,7 @@ def _check(file: _Recording, max_seconds: float, param: str) -> None:
 
 
 def _blocks(file: _Recording, max_seconds: float, param: str) -> Iterator[NDArray[np.float32]]:
-    """The samples as they are decoded, float32 [frames] each."""
+    """The samples as they are decoded, float32 [frames, channels] each."""
     frames, longest = 0, int(max_seconds * file.samplerate)
     while len(block := file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)):
         frames += len(block)
@@ -93,20 +122,29 @@ def _blocks(file: _Recording, max_seconds: float, param: str) -> Iterator[NDArra
             raise _too_long(frames / file.samplerate, max_seconds, param)
         if not (np.abs(block) <= LARGEST_SAMPLE).all():
             raise InvalidRequest("the audio holds values that are not finite, or far beyond full scale", param)
-        yield block.mean(axis=1, dtype=np.float32)
+        yield block
 
 
-def _joined(blocks: Iterator[NDArray[np.float32]], rate: int, target: int) -> NDArray[np.float32]:
+def _joined(blocks: Iterator[NDArray[np.float32]], channels: int, rate: int, target: int) -> NDArray[np.float32]:
     parts: list[NDArray[np.float32]] = []
     if rate == target:
         parts += blocks
     else:
         import soxr
 
-        stream = soxr.ResampleStream(rate, target, 1, dtype="float32")
-        parts += [stream.resample_chunk(block) for block in blocks]
-        parts.append(stream.resample_chunk(np.zeros(0, np.float32), last=True))
-    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+        stream = soxr.ResampleStream(rate, target, channels, dtype="float32")
+        parts += [_columns(stream.resample_chunk(_shaped(block)), channels) for block in blocks]
+        parts.append(_columns(stream.resample_chunk(_shaped(np.zeros((0, channels), np.float32)), last=True), channels))
+    return np.concatenate(parts) if parts else np.zeros((0, channels), np.float32)
+
+
+def _shaped(block: NDArray[np.float32]) -> NDArray[np.float32]:
+    """As the resampler wants it: one channel without its axis."""
+    return block[:, 0] if block.shape[1] == 1 else block
+
+
+def _columns(samples: NDArray[np.float32], channels: int) -> NDArray[np.float32]:
+    return samples.reshape(-1, channels)
 
 
 def _too_long(seconds: float, max_seconds: float, param: str) -> InvalidRequest:
