@@ -170,7 +170,7 @@ class HiggsModel(nn.Module, StepModel):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head).unflatten(-1, (self.spec.num_codebooks, -1))
+        return F.linear(hidden, self.head).view(-1, self.spec.num_codebooks, self.spec.codebook_size)
 
     def complete(self, rows: Tensor, hidden: Tensor, requests: Sequence[Request]) -> Tensor:
         steps = torch.tensor([len(request.outputs) for request in requests], device=rows.device)
