@@ -251,7 +251,7 @@ def save_v3(folder: Path) -> TinyV3:
     )
     body = Qwen3Model(text).eval()
     table = torch.randn(BOOKS * (CODES + 2), 32) * 0.4
-    table[EOC] *= 1.3
+    table[EOC] *= 1.15
     with torch.no_grad():
         for name, parameter in body.named_parameters():
             if "norm" in name:
