@@ -10,7 +10,7 @@ import pytest
 import soundfile
 from numpy.typing import NDArray
 
-from sgl_omni.audio.decode import decode_audio, decode_channels, resample
+from sgl_omni.audio.decode import MAX_CHANNELS, decode_audio, decode_channels, resample
 from sgl_omni.errors import InvalidRequest
 
 RATE = 16_000
