@@ -248,6 +248,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_every_layout_gives_the_same_answers(
     folder: Path, reference: Reference, tmp_path: Path, layout: tuple[str, ...]

@@ -14,6 +14,8 @@ from sgl_omni.text.tokenizer import Detokenizer, TextTokenizer
 pytest.importorskip("transformers")
 
 from tiny_text_llm import save_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,32 @@ def test_noise_comes_out_as_the_tokenizer_shows_it(tokenizer: TextTokenizer) -> 
         words = Detokenizer(tokenizer)
         said = "".join(words.feed(piece) for piece in pieces(ids, rng))
         assert said + words.end() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("text", ["the old bridge", "naïve 日本 😀é end", " two  spaces ", "é"])
+def test_tokenizers_that_fall_back_to_bytes_keep_spaces_and_characters(tmp_path: Path, text: str) -> None:
+    """As Llama 2's and Mistral's: a piece for each known character, bytes for the others, spaces as marks."""
+    vocabulary = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz", "▁e", "▁b"]
+    whole = Tokenizer(
+        models.BPE(
+            {piece: i for i, piece in enumerate(vocabulary)},
+            [("▁", "e"), ("▁", "b")],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    whole.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    whole.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=whole, unk_token="<unk>").save_pretrained(tmp_path)
+    tokenizer = TextTokenizer.load(tmp_path)
+    ids = tokenizer.encode(text)
+    for seed in range(8):
+        words = Detokenizer(tokenizer)
+        said = [words.feed(piece) for piece in pieces(ids, random.Random(seed))]
+        assert "".join(said) + words.end() == tokenizer.decode(ids) == text
 
 
 def test_an_answer_that_breaks_off_within_a_character_says_so(tokenizer: TextTokenizer) -> None:

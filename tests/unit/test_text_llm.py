@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.task import InputSpec
@@ -321,6 +323,10 @@ def spoil(folder: Path, how: str) -> None:
     elif how == "truncated":
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
+    elif how == "dtype":
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+        save_file(tensors, folder / "model.safetensors")
     elif how == "tokenizer":
         (folder / "tokenizer.json").unlink()
     (folder / "config.json").write_text(json.dumps(config))
@@ -333,6 +339,7 @@ def spoil(folder: Path, how: str) -> None:
         ("field", r"config\.json lacks the field num_hidden_layers"),
         ("other", "GPT2LMHeadModel"),
         ("truncated", r"model\.safetensors has .* truncated or damaged"),
+        ("dtype", r"model\.safetensors: model\.norm\.weight is I8"),
         ("tokenizer", "holds no tokenizer"),
     ],
 )

@@ -11,6 +11,9 @@ from sgl_omni.errors import InvalidRequest
 
 _TOKENIZERS = ("tokenizer.json", "vocab.json")
 
+FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
+"""Types of tensors, as headers of safetensors call them, that are weights as they are. Quantised ones are not."""
+
 
 def find_folder(model_path: str) -> Path:
     """The folder itself, or where a Hugging Face id was downloaded to. Raises ``InvalidRequest`` for neither.
@@ -50,11 +53,13 @@ def check_folder(
     tokenizer: bool = True,
     weights: Sequence[str] = ("",),
     fields: Sequence[str] = (),
+    dtypes: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """The folder's ``config.json``, after a look at all that a start needs of it.
 
-    ``weights`` are the sub-folders with safetensors; ``fields`` are dotted paths that the config must have. Headers
-    and lengths of the weights are read, not their data. Raises ``InvalidRequest`` that names file and field.
+    ``weights`` are the sub-folders with safetensors, whose tensors may be of ``dtypes``, of any if None; ``fields`` are
+    dotted paths that the config must have. Headers and lengths of the weights are read, not their data. Raises
+    ``InvalidRequest`` that names file and field.
     """
     config = read_json(folder)
     found = config.get("architectures")
@@ -68,7 +73,7 @@ def check_folder(
     if tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
         raise InvalidRequest(f"{folder} holds no tokenizer: neither {' nor '.join(_TOKENIZERS)}", param="model_path")
     for part in weights:
-        check_weights(folder / part)
+        check_weights(folder / part, dtypes)
     return config
 
 
@@ -82,8 +87,9 @@ def require(config: Mapping[str, Any], field: str, file: Path) -> Any:
     return value
 
 
-def check_weights(folder: Path) -> None:
-    """Raises ``InvalidRequest`` that names the file where weights are missing, truncated or no safetensors."""
+def check_weights(folder: Path, dtypes: Collection[str] | None = None) -> None:
+    """Raises ``InvalidRequest`` that names the file where weights are missing, truncated or no safetensors, and the
+    first tensor that is of another type than ``dtypes``."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         names = read_json(folder, index.name).get("weight_map")
@@ -93,10 +99,10 @@ def check_weights(folder: Path) -> None:
     else:
         files = [single]
     for file in files:
-        _check_file(file)
+        _check_file(file, dtypes)
 
 
-def _check_file(file: Path) -> None:
+def _check_file(file: Path, dtypes: Collection[str] | None) -> None:
     """A safetensors file begins with the length of its header, and the header says where the data ends."""
     try:
         size = file.stat().st_size
@@ -105,7 +111,9 @@ def _check_file(file: Path) -> None:
             if not 2 <= length <= size - 8:
                 raise ValueError(f"its header would take {length} of {size} bytes")
             header = json.loads(opened.read(length))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        types = {name: str(entry["dtype"]) for name, entry in header.items()}
     except FileNotFoundError as error:
         raise InvalidRequest(f"{file} is missing", param="model_path") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -114,6 +122,11 @@ def _check_file(file: Path) -> None:
         raise InvalidRequest(
             f"{file} has {size} bytes, and its header tells of {8 + length + end}: it is truncated or damaged",
             param="model_path",
+        )
+    other = next((name for name, type_ in types.items() if dtypes is not None and type_ not in dtypes), None)
+    if dtypes is not None and other is not None:
+        raise InvalidRequest(
+            f"{file}: {other} is {types[other]}, not one of {', '.join(sorted(dtypes))}", param="model_path"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import ChatTask, Tasks
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.folder import check_folder, find_folder
+from sgl_omni.models.folder import FLOATS, check_folder, find_folder
 from sgl_omni.models.text_llm.generation import GenerationDefaults
 
 _STAGES = "sgl_omni.models.text_llm.stages"
@@ -71,7 +71,7 @@ class TextLLMPipelineConfig(PipelineConfig):
     @classmethod
     def tasks(cls, model_path: str) -> Tasks:
         folder = find_folder(model_path)
-        config = check_folder(folder, cls.architectures, fields=_FIELDS)
+        config = check_folder(folder, cls.architectures, fields=_FIELDS, dtypes=FLOATS)
         if config.get("quantization_config"):
             raise InvalidRequest(
                 f"{folder / 'config.json'} has a quantization_config; this engine takes bfloat16, float16 and float32",
