@@ -218,6 +218,10 @@ def test_the_talker_samples_as_the_checkpoint_says_unless_all_is_greedy(preproce
         (user(("video", [0, 1]), media=[picture(9, 9), picture(9, 10)]), "of one size"),
         (user(("video", [0] * 9), media=[picture(9, 9)]), "9 frames; the limit is 8"),
         (user(("audio", [0]), media=[tone(3.5)]), "lasts 3.5 s; the limit is 3 s"),
+        (
+            user(*[("image", [0])] * 14, media=[picture(300, 300)]),
+            "tokens; the model takes less than 512",
+        ),
         (user("<|audio_pad|>"), "must not spell"),
     ],
 )
@@ -302,8 +306,9 @@ def converse(thinker: Any, talker: Any, prompts: dict[str, Any]) -> Iterator[tup
         for output in thinker.step() if thinker.has_work else []:
             for chunk in output.chunks:
                 yield output.request_id, "tokens", chunk["token_ids"]
-                talker_takes(talker, begun, output.request_id, chunk)
-            if output.result is not None:
+                if "speech" in prompts[output.request_id]:
+                    talker_takes(talker, begun, output.request_id, chunk)
+            if output.result is not None and output.request_id in begun:
                 talker.extend(output.request_id, output.result)
                 talker.finish_input(output.request_id)
         for output in talker.step() if talker.has_work else []:
@@ -356,6 +361,23 @@ def test_a_conversation_of_everything_is_continued_as_the_thinker_continues_it(
     expected = expected.tolist()[len(prompt["prompt_ids"]) :]
     assert said["tokens"] == [token for token in expected if token != tiny.EOS]
     assert len(said["codes"]) == tiny.FRAMES
+
+
+def test_under_load_the_talker_hears_every_word(omni: Omni, preprocess: Any, encoders: dict[str, Any]) -> None:
+    """Tokens are handed on several at a time then, beside answers that nobody listens to."""
+    prompts = {str(i): prompt_of(preprocess, encoders, user(f"say {i}")) for i in range(10)}
+    silent = {f"silent {i}": preprocess(user(f"write {i}").payload(max_new_tokens=9), None) for i in range(4)}
+
+    def said(device_rows: bool, prompts: dict[str, Any]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {}
+        for name, what, new in converse(*engines(omni, device_rows, max_running_requests=16), prompts):
+            if what == "codes":
+                found.setdefault(name, []).extend(new)
+        return found
+
+    together = said(True, {**prompts, **silent})
+    assert together.keys() == prompts.keys()
+    assert together == {name: said(False, {name: prompt})[name] for name, prompt in prompts.items()}
 
 
 def test_without_speech_no_hidden_states_are_kept(omni: Omni, preprocess: Any) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.qwen3_omni.prompt_spec import Pixels, VisionSpec
+
+Pixels8 = NDArray[np.uint8]
+Grid = tuple[int, ...]
+"""Groups of frames, rows and columns of patches."""
 
 _LONGEST_RATIO = 200
 
@@ -34,30 +38,31 @@ def fitting_size(height: int, width: int, factor: int, pixels: Pixels, param: st
     return rows, columns
 
 
-def image_patches(image: NDArray[np.uint8], spec: VisionSpec, param: str) -> tuple[NDArray[np.uint8], tuple[int, ...]]:
+def image_patches(image: Pixels8, spec: VisionSpec, param: str) -> tuple[Pixels8, Grid]:
     """A picture [height, width, 3] -> patches uint8 [n, 3 * frames * patch * patch] and the grid (1, rows, columns)."""
     return _patches([image], spec, spec.images, param)
 
 
-def video_patches(
-    frames: Sequence[NDArray[np.uint8]], spec: VisionSpec, param: str
-) -> tuple[NDArray[np.uint8], tuple[int, ...]]:
+def video_patches(frames: Iterable[Pixels8], spec: VisionSpec, param: str) -> tuple[Pixels8, Grid]:
     """Frames [height, width, 3] of one size -> patches, and the grid (frame groups, rows, columns).
 
-    The last frame is repeated where the frames do not fill their last group. Raises ``InvalidRequest`` where their
-    sizes differ.
+    Each frame is made small before the next is taken. The last is repeated where they do not fill their last group.
+    Raises ``InvalidRequest`` where their sizes differ.
     """
-    if len({frame.shape for frame in frames}) != 1:
-        raise InvalidRequest("the frames of a video must be of one size", param)
     return _patches(frames, spec, spec.videos, param)
 
 
-def _patches(
-    frames: Sequence[NDArray[np.uint8]], spec: VisionSpec, pixels: Pixels, param: str
-) -> tuple[NDArray[np.uint8], tuple[int, ...]]:
-    height, width = frames[0].shape[:2]
-    rows, columns = fitting_size(height, width, spec.patch * spec.merge, pixels, param)
-    resized = [_resized(frame, rows, columns) for frame in frames]
+def _patches(frames: Iterable[Pixels8], spec: VisionSpec, pixels: Pixels, param: str) -> tuple[Pixels8, Grid]:
+    resized: list[Pixels8] = []
+    shape: tuple[int, ...] = ()
+    rows = columns = 0
+    for frame in frames:
+        if not resized:
+            shape = frame.shape
+            rows, columns = fitting_size(shape[0], shape[1], spec.patch * spec.merge, pixels, param)
+        if frame.shape != shape:
+            raise InvalidRequest("the frames of a video must be of one size", param)
+        resized.append(_resized(frame, rows, columns))
     resized += [resized[-1]] * (-len(resized) % spec.frames)
     groups, down, across = len(resized) // spec.frames, rows // spec.patch, columns // spec.patch
     blocks = np.stack(resized).reshape(
@@ -75,7 +80,7 @@ def _patches(
     return ordered.reshape(groups * down * across, -1), (groups, down, across)
 
 
-def _resized(image: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.uint8]:
+def _resized(image: Pixels8, rows: int, columns: int) -> Pixels8:
     from PIL import Image
 
     if image.shape[:2] == (rows, columns):

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_omni.models.qwen3_omni.patches import Grid
 from sgl_omni.models.qwen3_omni.prompt_spec import PromptSpec
-
-Grid = tuple[int, ...]
-"""Groups of frames, rows and columns of patches."""
 
 SECONDS_PER_FRAME = 1.0
 """A request's video is its frames and says no times: one a second."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,32 +48,51 @@ class Preprocessor:
         conversation = Conversation.parse(payload["messages"], payload.get("media") or [])
         template = payload.get("template") or {}
         ids = self._tokenizer.encode(self._tokenizer.chat(conversation.messages, **template))
-        visuals = [self._pixels(medium) for medium in conversation.media if medium.kind != "audio"]
-        mels = [self._mels(medium) for medium in conversation.of_kind("audio")]
-        prompt = self._expanded(ids, conversation, [grid for _, grid in visuals], [mel.shape[1] for mel in mels])
+        seen, heard, counts = self._media(conversation)
+        prompt = self._expanded(ids, conversation, counts)
         made: Payload = {"prompt_ids": prompt, **self._options(payload)}
-        grids = [grid for _, grid in visuals]
-        if visuals:
+        grids = [grid for _, grid in seen]
+        if seen:
             made["positions"] = three_axes(prompt, grids, self._spec, self._spec.positions_per_second)
-            made["pixels"] = np.concatenate([patches for patches, _ in visuals])
+            made["pixels"] = np.concatenate([patches for patches, _ in seen])
             made["grids"] = np.asarray(grids, dtype=np.int64)
             made["vision_at"] = np.flatnonzero((prompt == self._spec.image_id) | (prompt == self._spec.video_id))
-        if mels:
-            made["mels"] = np.concatenate(mels, 1)
-            made["mel_lengths"] = np.asarray([mel.shape[1] for mel in mels], dtype=np.int64)
+        if heard:
+            made["mels"] = np.concatenate(heard, 1)
+            made["mel_lengths"] = np.asarray([mel.shape[1] for mel in heard], dtype=np.int64)
             made["audio_at"] = np.flatnonzero(prompt == self._spec.audio_id)
         if _is_spoken(payload):
             made["speech"] = self._speech(payload, prompt, grids)
         return made
+
+    def _media(
+        self, conversation: Conversation
+    ) -> tuple[list[tuple[NDArray[np.uint8], Grid]], list[NDArray[np.float32]], list[int]]:
+        """Patches and grids of what is seen, mel frames of what is heard, and the rows of each medium in order.
+
+        Stops at the first medium for which the prompt has no room.
+        """
+        seen: list[tuple[NDArray[np.uint8], Grid]] = []
+        heard: list[NDArray[np.float32]] = []
+        counts: list[int] = []
+        for medium in conversation.media:
+            if medium.kind == "audio":
+                heard.append(self._mels(medium))
+                counts.append(audio_tokens(heard[-1].shape[1], self._spec.audio_window))
+            else:
+                seen.append(self._pixels(medium))
+                counts.append(token_count(seen[-1][1], self._spec.vision.merge))
+            self._check_room(sum(counts), medium.param)
+        return seen, heard, counts
 
     def _pixels(self, medium: Medium) -> tuple[NDArray[np.uint8], Grid]:
         if len(medium.files) > self._max_frames:
             raise InvalidRequest(
                 f"a video of {len(medium.files)} frames; the limit is {self._max_frames}", medium.param
             )
-        images = [decode_image(file, param=medium.param) for file in medium.files]
+        images = (decode_image(file, param=medium.param) for file in medium.files)
         if medium.kind == "image":
-            return image_patches(images[0], self._spec.vision, medium.param)
+            return image_patches(next(images), self._spec.vision, medium.param)
         return video_patches(images, self._spec.vision, medium.param)
 
     def _mels(self, medium: Medium) -> NDArray[np.float32]:
@@ -87,9 +106,7 @@ class Preprocessor:
         mels: NDArray[np.float32] = np.asarray(made["input_features"][0], dtype=np.float32)[:, known]
         return mels
 
-    def _expanded(
-        self, ids: list[int], conversation: Conversation, grids: list[Grid], mel_frames: list[int]
-    ) -> NDArray[np.int64]:
+    def _expanded(self, ids: list[int], conversation: Conversation, counts: Sequence[int]) -> NDArray[np.int64]:
         """The prompt with as many rows for each medium as its encoder makes of it."""
         spec = self._spec
         kinds = {spec.image_id: "image", spec.video_id: "video", spec.audio_id: "audio"}
@@ -100,22 +117,16 @@ class Preprocessor:
                 "text must not spell a medium's place",
                 "messages",
             )
-        counts = iter(self._counts(conversation, grids, mel_frames))
-        repeats = [next(counts) if token in kinds else 1 for token in ids]
-        prompt = np.repeat(np.asarray(ids, dtype=np.int64), repeats)
-        if len(prompt) >= spec.max_positions:
-            raise InvalidRequest(
-                f"the messages make {len(prompt)} tokens; the model takes less than {spec.max_positions}", "messages"
-            )
-        return prompt
+        remaining = iter(counts)
+        repeats = [next(remaining) if token in kinds else 1 for token in ids]
+        self._check_room(sum(repeats), "messages")
+        return np.repeat(np.asarray(ids, dtype=np.int64), repeats)
 
-    def _counts(self, conversation: Conversation, grids: list[Grid], mel_frames: list[int]) -> Iterator[int]:
-        visual, heard = iter(grids), iter(mel_frames)
-        for medium in conversation.media:
-            if medium.kind == "audio":
-                yield audio_tokens(next(heard), self._spec.audio_window)
-            else:
-                yield token_count(next(visual), self._spec.vision.merge)
+    def _check_room(self, tokens: int, param: str) -> None:
+        if tokens >= self._spec.max_positions:
+            raise InvalidRequest(
+                f"the messages make {tokens} tokens; the model takes less than {self._spec.max_positions}", param
+            )
 
     def _options(self, payload: Payload) -> Payload:
         """The thinker's: the caller's, else the checkpoint's. The talker reads along, whoever else does."""
