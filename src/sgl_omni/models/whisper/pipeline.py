@@ -54,11 +54,6 @@ class WhisperPipelineConfig(PipelineConfig):
     }
 
     @classmethod
-    def resolve_model_path(cls, model_path: str) -> str:
-        """The checkpoint's folder. Raises ``InvalidRequest`` that names what is missing or wrong in it."""
-        return str(resolve_folder(model_path))
-
-    @classmethod
     def tasks(cls, model_path: str) -> Tasks:
         spec = WhisperSpec.load(resolve_folder(model_path))
         return Tasks(
