@@ -292,14 +292,14 @@ def test_a_bad_folder_is_refused_by_file_and_field(
         fields = json.loads((copy / file).read_text()) | change
         (copy / file).write_text(json.dumps({key: value for key, value in fields.items() if value is not ...}))
     with pytest.raises(InvalidRequest, match=words):
-        WhisperPipelineConfig.resolve_model_path(str(copy))
+        WhisperPipelineConfig.tasks(str(copy))
 
 
 def test_truncated_weights_are_refused(copy: Path) -> None:
     file = copy / "model-00003-of-00006.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(InvalidRequest, match=r"model-00003-of-00006.safetensors has .* truncated or damaged"):
-        WhisperPipelineConfig.resolve_model_path(str(copy))
+        WhisperPipelineConfig.tasks(str(copy))
 
 
 def test_weights_of_another_shape_are_refused(copy: Path) -> None:
