@@ -65,10 +65,6 @@ class TextLLMPipelineConfig(PipelineConfig):
     }
 
     @classmethod
-    def resolve_model_path(cls, model_path: str) -> str:
-        return str(find_folder(model_path))
-
-    @classmethod
     def tasks(cls, model_path: str) -> Tasks:
         folder = find_folder(model_path)
         config = check_folder(folder, cls.architectures, fields=_FIELDS, dtypes=FLOATS)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgl_omni.errors import StartupError
-from sgl_omni.models.folder import read_json
+from sgl_omni.models.folder import find_folder, read_json
 from sgl_omni.models.text_llm.decode import TextDecoder
 from sgl_omni.models.text_llm.generation import GenerationDefaults
 from sgl_omni.models.text_llm.preprocess import TextPreprocessor
@@ -27,7 +26,7 @@ _CPU_TOKENS = 4096
 
 def create_preprocessing(model_path: str) -> FunctionStage:
     """A conversation or a text to token ids and options."""
-    folder = Path(model_path)
+    folder = find_folder(model_path)
     return FunctionStage(TextPreprocessor(TextTokenizer.load(folder), GenerationDefaults.load(folder)))
 
 
@@ -52,7 +51,7 @@ def create_llm(
 
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    folder, asked = Path(model_path), engine or {}
+    folder, asked = find_folder(model_path), engine or {}
     settings = EngineSettings.parse(asked, budget_bytes=budget_bytes)
     if device == "cpu" and not any(getattr(settings, key) for key in _POOL_SIZES):
         settings = replace(settings, max_total_tokens=_CPU_TOKENS)
@@ -72,7 +71,7 @@ def create_llm(
 
 def create_decode(model_path: str) -> StreamStage[Any]:
     """Token ids to text."""
-    return TextDecoder(TextTokenizer.load(Path(model_path)))
+    return TextDecoder(TextTokenizer.load(find_folder(model_path)))
 
 
 def _dtype(asked: str | None, device: str) -> torch.dtype:
