@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "unit"), str(TESTS / "integration")]
+sys.path[:0] = [str(TESTS), str(TESTS / "unit"), str(TESTS / "integration"), str(TESTS / "gpu")]
 
 
 @pytest.fixture(autouse=True)

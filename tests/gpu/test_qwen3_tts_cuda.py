@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_models_cuda import codes, serve
+from gpu_serving import codes, serve
 from test_qwen3_tts import CASES, GOLDENS, Tiny, models, prepared, say, tiny
 
 from sgl_omni.models.qwen3_tts.codec import CodecDecoder

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import tiny_qwen3_omni
 import torch
+from tiny_qwen3_omni import AUDIO, EOS, GROUPS, TALKER_EOS, TALKER_VOCABULARY, TALKER_WIDTH, THINKER_WIDTH
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgl_omni.engine.attention import AttentionSpan, TorchAttention
@@ -24,13 +26,9 @@ from sgl_omni.models.qwen3_omni.talker_feed import TalkerFeed
 from sgl_omni.models.qwen3_omni.talker_task import TalkerTask
 from sgl_omni.models.qwen3_omni.thinker import load_thinker
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-VOCABULARY, CODES, GROUPS = 200, 64, 5
-AUDIO, EOS = 190, 2
-TALKER_VOCABULARY = CODES + 1024
-TALKER_EOS = CODES + 5
-THINKER_WIDTH, TALKER_WIDTH = 48, 32
+VOCABULARY = 200
 FRAMES = 12
 LOGITS_TOLERANCE = 5e-5
 
@@ -44,136 +42,10 @@ class Omni:
 
 @pytest.fixture(scope="module")
 def omni(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Omni:
-    torch.manual_seed(0)
-    reference = transformers.Qwen3OmniMoeForConditionalGeneration(config()).eval()
-    with torch.no_grad():
-        for name, parameter in reference.named_parameters():
-            if not name.startswith(("thinker.model", "thinker.lm_head", "talker")):
-                continue
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.25)
-            else:
-                parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0, 0.3)
     folder = tmp_path_factory.mktemp("omni")
-    reference.save_pretrained(folder, max_shard_size="400KB")
+    reference = tiny_qwen3_omni.build(folder, vocabulary=VOCABULARY, layers=3, levels=1)
     accept = reference.config.talker_config.accept_hidden_layer
     return Omni(reference, load_thinker(folder, kept_layers=[0, accept]), TalkerModel.load(folder))
-
-
-def config() -> Any:
-    def rope(**options: Any) -> dict[str, Any]:
-        return {"rope_type": "default", "rope_theta": 10000.0, **options}
-
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    experts = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
-    axes = rope(mrope_section=[2, 3, 3], mrope_interleaved=True)
-    text = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": THINKER_WIDTH,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "rope_parameters": axes,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": EOS,
-        **heads,
-        **experts,
-    }
-    audio = {
-        "d_model": 32,
-        "encoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "encoder_ffn_dim": 64,
-        "num_mel_bins": 128,
-        "output_dim": THINKER_WIDTH,
-        "downsample_hidden_size": 16,
-        "n_window": 50,
-        "n_window_infer": 100,
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": THINKER_WIDTH,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    }
-    marks = {
-        "audio_token_id": AUDIO,
-        "image_token_id": 191,
-        "video_token_id": 192,
-        "audio_start_token_id": 193,
-        "vision_start_token_id": 195,
-        "position_id_per_seconds": 25,
-    }
-    talker_text = {
-        "vocab_size": TALKER_VOCABULARY,
-        "hidden_size": TALKER_WIDTH,
-        "intermediate_size": 40,
-        "shared_expert_intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "rope_parameters": axes,
-        "max_position_embeddings": 512,
-        **heads,
-        **experts,
-    }
-    predictor = {
-        "vocab_size": CODES,
-        "hidden_size": TALKER_WIDTH,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_code_groups": GROUPS,
-        "max_window_layers": 2,
-        **heads,
-    }
-    return transformers.Qwen3OmniMoeConfig(
-        thinker_config={
-            "text_config": text,
-            "audio_config": audio,
-            "vision_config": vision,
-            "audio_end_token_id": 194,
-            "vision_end_token_id": 196,
-            "user_token_id": 12,
-            **marks,
-        },
-        talker_config={
-            "text_config": talker_text,
-            "code_predictor_config": predictor,
-            "num_code_groups": GROUPS,
-            "thinker_hidden_size": THINKER_WIDTH,
-            "accept_hidden_layer": 2,
-            "codec_eos_token_id": TALKER_EOS,
-            "codec_nothink_id": CODES + 6,
-            "codec_think_bos_id": CODES + 7,
-            "codec_think_eos_id": CODES + 8,
-            "codec_pad_id": CODES + 9,
-            "codec_bos_id": CODES + 10,
-            "speaker_id": {"ethan": CODES + 20, "chelsie": CODES + 21},
-            "spatial_merge_size": 2,
-            **marks,
-        },
-        code2wav_config={
-            "codebook_size": CODES,
-            "num_quantizers": GROUPS,
-            "hidden_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "intermediate_size": 32,
-            "decoder_dim": 64,
-        },
-        enable_audio_output=True,
-        im_start_token_id=10,
-        im_end_token_id=EOS,
-        system_token_id=11,
-        user_token_id=12,
-        assistant_token_id=13,
-        tts_pad_token_id=20,
-        tts_bos_token_id=21,
-        tts_eos_token_id=22,
-    )
 
 
 BOTH_RUNNERS = pytest.mark.parametrize("device_rows", [False, True], ids=["at-once", "ahead"])

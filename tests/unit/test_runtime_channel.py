@@ -21,7 +21,7 @@ from sgl_omni.errors import PayloadError
 from sgl_omni.runtime import payload as wire
 from sgl_omni.runtime.channel import Channel
 from sgl_omni.runtime.messages import Abort, Header, Message, Submit
-from sgl_omni.runtime.segments import INLINE_LIMIT, SegmentPool, size_class
+from sgl_omni.runtime.segments import INLINE_LIMIT, Allowance, SegmentPool, size_class
 
 HEADER = Header("r", {}, ())
 
@@ -234,6 +234,40 @@ async def test_an_absurd_length_closes_the_channel() -> None:
     await settle()
     assert "4294967295 bytes" in closed[0]
     left.close()
+
+
+async def test_segments_stay_within_what_the_process_may_take() -> None:
+    """Free segments of other sizes make room; what still does not fit is refused, and fits once others are dropped."""
+    allowance = Allowance(4 * 2**20)
+    left, right = socket.socketpair()
+    received: asyncio.Queue[Message] = asyncio.Queue()
+    sender = Channel(left, lambda c, m: None, lambda c, r: None, allowance=allowance)
+    receiver = Channel(right, lambda c, m: received.put_nowait(m), lambda c, r: None)
+
+    async def take(count: int) -> Any:
+        sender.send_payload(Submit(HEADER, "", "s", {"a": np.arange(count)}), "s")
+        message = await asyncio.wait_for(received.get(), 5)
+        assert isinstance(message, Submit)
+        return message.payload
+
+    for _ in range(3):
+        small = await take(2**17)  # 1 MiB
+        del small
+        gc.collect()
+        await settle()
+    assert sender.mapped_bytes == allowance.taken == 2**20
+    kept = await take(2**19)  # 4 MiB: all there is
+    assert sender.mapped_bytes == allowance.taken == 4 * 2**20
+    with pytest.raises(PayloadError, match=r"stage 's': no shared memory for 1048576 bytes .* 4194304 of 4194304"):
+        await take(2**17)
+    assert kept["a"][-1] == 2**19 - 1 and allowance.refused
+    del kept
+    gc.collect()
+    await settle()
+    assert (await take(2**17))["a"][-1] == 2**17 - 1
+    sender.close()
+    receiver.close()
+    assert allowance.taken == 0
 
 
 def test_the_pool_serves_the_smallest_class_and_reuses() -> None:

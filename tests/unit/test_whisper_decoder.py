@@ -1,10 +1,11 @@
-"""Whisper's decoder against transformers' own class, on a tiny random checkpoint in real format."""
+"""Whisper's decoder and its task against transformers' own class, on a tiny random checkpoint in real format."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,81 +20,65 @@ from sgl_omni.engine.kv_cache import KVCache, KVShape
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.request import Chunk, Prompt, Request
 from sgl_omni.errors import InvalidRequest, StartupError
-from sgl_omni.models.whisper.decoder import WhisperDecoder, WhisperSpec
-from sgl_omni.models.whisper.task import WhisperTask
+from sgl_omni.models.whisper.decoder import WhisperDecoder
+from sgl_omni.models.whisper.rules import next_times, next_times_rows
+from sgl_omni.models.whisper.spec import WhisperSpec
+from sgl_omni.models.whisper.task import WhisperTask, repeats_itself
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-VOCABULARY, WIDTH, FRAMES, OUTPUTS = 150, 32, 50, 16
-SUPPRESSED, SUPPRESSED_FIRST = list(range(0, 150, 5)), list(range(1, 150, 3))
-START, EOS = 140, 141
+import tiny_whisper as tiny
+
 LOGITS_TOLERANCE = 2e-5
+NO_HISTORY: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Whisper:
+    """``states``: what transformers' encoder makes of ten noises; ``expected``: what each case says, by window."""
+
     folder: Path
     reference: Any
     decoder: WhisperDecoder
+    states: list[torch.Tensor]
     payloads: dict[str, dict[str, Any]]
-    expected: dict[str, list[int]]
+    expected: dict[str, list[list[int]]]
+
+
+CASES: dict[str, tuple[Sequence[int], dict[str, Any]]] = {
+    "text": ([3], {"language": "en"}),
+    "times": ([4], {"language": "en", "timestamps": True}),
+    "detected": ([2], {}),
+    "detected with times": ([7], {"timestamps": True}),
+    "translated": ([5], {"language": "de", "task": "translate", "timestamps": True}),
+    "after a prompt": ([6], {"language": "fr", "history": [40, 41, 50, 60]}),
+    "two windows": ([8, 3], {"language": "en", "timestamps": True}),
+    "four windows, detected": ([6, 7, 5, 1], {}),
+    "five windows, with times": ([5, 9, 7, 6, 3], {"timestamps": True}),
+}
 
 
 @pytest.fixture(scope="module")
 def whisper(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Whisper:
-    torch.manual_seed(8)
-    config = transformers.WhisperConfig(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        num_mel_bins=16,
-        encoder_layers=1,
-        decoder_layers=3,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_source_positions=FRAMES,
-        max_target_positions=64,
-        bos_token_id=EOS,
-        eos_token_id=EOS,
-        pad_token_id=EOS,
-        decoder_start_token_id=START,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-    reference = transformers.WhisperForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for name, parameter in reference.named_parameters():
-            if "layer_norm" in name and name.endswith("weight"):
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.05)  # larger ones would choose the tokens by themselves
-            elif "conv" not in name and "encoder.embed_positions" not in name:
-                parameter.normal_(0, 0.4)
-    reference.generation_config.suppress_tokens = SUPPRESSED
-    reference.generation_config.begin_suppress_tokens = SUPPRESSED_FIRST
     folder = tmp_path_factory.mktemp("whisper")
-    reference.save_pretrained(folder, max_shard_size="60KB")
-    payloads, expected = {}, {}
-    for i, length in enumerate((1, 4, 9, 2, 20, 3)):
-        with torch.no_grad():
-            states = reference.model.encoder(torch.randn(1, 16, 2 * FRAMES)).last_hidden_state[0]
-        prompt = [START, *torch.randint(0, 140, (length - 1,)).tolist()]
-        payloads[str(i)] = {"prompt_ids": prompt, "encoder_states": states, "max_new_tokens": OUTPUTS}
-        expected[str(i)] = generate(reference, prompt, states)
-    return Whisper(folder, reference, WhisperDecoder.load(folder), payloads, expected)
+    reference = tiny.build(folder)
+    extractor = tiny.extractor()
+    states = []
+    for seed in range(10):
+        heard = extractor(tiny.noise(100 + seed, 1.0), sampling_rate=tiny.RATE, return_tensors="np")
+        states.append(tiny.states_of(reference, heard.input_features[0]))
+    payloads = {name: payload_of([states[i] for i in which], **options) for name, (which, options) in CASES.items()}
+    expected = {
+        name: tiny.transcribe(reference, [states[i] for i in which], **options)
+        for name, (which, options) in CASES.items()
+    }
+    return Whisper(folder, reference, WhisperDecoder.load(folder), states, payloads, expected)
 
 
-def generate(reference: Any, prompt: list[int], states: torch.Tensor) -> list[int]:
-    """By the plain ``generate``: that of Whisper's own class does more, cutting long audio into windows."""
-    ids: list[int] = transformers.GenerationMixin.generate(
-        reference,
-        encoder_outputs=transformers.modeling_outputs.BaseModelOutput(last_hidden_state=states[None]),
-        decoder_input_ids=torch.tensor([prompt]),
-        max_new_tokens=OUTPUTS,
-        do_sample=False,
-    )[0, len(prompt) :].tolist()
-    return ids
+def payload_of(windows: Sequence[torch.Tensor], **options: Any) -> dict[str, Any]:
+    """Each window is a second long."""
+    listed = [{"encoder_states": states, "start": float(i), "end": i + 1.0} for i, states in enumerate(windows)]
+    return {"windows": listed, **options}
 
 
 def engine_for(decoder: WhisperDecoder, device_rows: bool = False, **settings: Any) -> AutoregressiveEngine:
@@ -104,40 +89,103 @@ def engine_for(decoder: WhisperDecoder, device_rows: bool = False, **settings: A
     )
 
 
+def said(chunks: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The tokens of each window."""
+    windows: list[list[int]] = [[]]
+    for chunk in chunks:
+        windows[-1] += chunk["token_ids"]
+        if chunk["ended"]:
+            windows.append([])
+    assert windows.pop() == []
+    return windows
+
+
+def without_ends(windows: Sequence[list[int]]) -> list[list[int]]:
+    return [[token for token in window if token != tiny.EOS] for window in windows]
+
+
 BOTH_RUNNERS = pytest.mark.parametrize("device_rows", [False, True], ids=["at-once", "ahead"])
 
 
-def test_the_cases_differ_and_are_ruled_by_what_is_suppressed(whisper: Whisper) -> None:
-    assert len({str(tokens) for tokens in whisper.expected.values()}) == len(whisper.expected)
+def test_the_cases_differ_and_some_end_by_themselves(whisper: Whisper) -> None:
+    windows = [window for case in whisper.expected.values() for window in case]
+    assert len({str(window) for window in windows}) > len(windows) - 4
+    ended = sum(window[-1] == tiny.EOS for window in windows)
+    assert len(windows) / 4 < ended < len(windows)
+    assert len({tiny.detect_language(whisper.reference, states) for states in whisper.states}) > 1
+
+
+def test_the_rules_matter(whisper: Whisper, churn: Any) -> None:
     free = WhisperDecoder.load(whisper.folder)
     free.spec = replace(free.spec, suppressed=(), suppressed_first=())
-    engine = engine_for(free)
-    results = {}
-    for name, payload in whisper.payloads.items():
-        engine.add(name, payload)
-    while engine.has_work:
-        results |= {output.request_id: output.result for output in engine.step() if output.result}
-    assert {name: result["token_ids"] for name, result in results.items()} != whisper.expected
+    seen = churn(engine_for(free), whisper.payloads, "")
+    assert {name: said(one.chunks) for name, one in seen.items()} != {
+        name: without_ends(windows) for name, windows in whisper.expected.items()
+    }
 
 
 @BOTH_RUNNERS
-@pytest.mark.parametrize("pool", [400, 60, 36])
-@pytest.mark.parametrize("chunk", [3, 2048])
-@pytest.mark.parametrize("running", [3, 64])
+@pytest.mark.parametrize(("pool", "chunk", "running"), [(400, 2048, 64), (100, 3, 64), (64, 2048, 3)])
 def test_greedy_tokens_equal_generate(
-    whisper: Whisper, churn: Any, running: int, chunk: int, pool: int, device_rows: bool
+    whisper: Whisper, churn: Any, pool: int, chunk: int, running: int, device_rows: bool
 ) -> None:
     engine = engine_for(
         whisper.decoder, device_rows, max_total_tokens=pool, chunked_prefill_tokens=chunk, max_running_requests=running
     )
     seen = churn(engine, whisper.payloads, f"{pool} {chunk} {running}")
-    assert {name: one.result["token_ids"] for name, one in seen.items()} == whisper.expected
+    for name, windows in whisper.expected.items():
+        assert said(seen[name].chunks) == without_ends(windows), name
     assert engine.stats()["source_places_used"] == 0
-    assert engine.stats()["retractions"] > 0 or pool > 36
+    assert engine.stats()["retractions"] > 0 or pool > 64
+
+
+def test_results_tell_language_tokens_and_whether_a_limit_cut(whisper: Whisper, churn: Any) -> None:
+    seen = churn(engine_for(whisper.decoder), whisper.payloads, "")
+    codes = {tiny.IDS[f"<|{code}|>"]: code for code in tiny.LANGUAGES}
+    for name, (which, options) in CASES.items():
+        result, windows = seen[name].result, whisper.expected[name]
+        detected = "language" not in options
+        heard = codes[tiny.detect_language(whisper.reference, whisper.states[which[0]])]
+        assert result["language"] == (heard if detected else options["language"])
+        assert result["output_tokens"] == sum(map(len, windows)) + detected
+        assert result["finish_reason"] == ("stop" if all(w[-1] == tiny.EOS for w in windows) else "length")
+        assert result["duration"] == len(which)
+
+
+def test_a_limit_is_for_all_windows_together(whisper: Whisper, churn: Any) -> None:
+    whole = without_ends(whisper.expected["five windows, with times"])
+    lengths = [len(window) for window in whole]
+    for most in (1, lengths[0] - 1, lengths[0], lengths[0] + 1, sum(lengths) - 1):
+        payload = {**whisper.payloads["five windows, with times"], "max_new_tokens": most}
+        seen = churn(engine_for(whisper.decoder), {"a": payload}, "")["a"]
+        cut = said(seen.chunks)
+        assert [token for window in cut for token in window] == [t for window in whole for t in window][:most]
+        assert seen.result["finish_reason"] == "length"
 
 
 @BOTH_RUNNERS
-def test_a_place_is_kept_through_retractions_and_written_once(whisper: Whisper, device_rows: bool) -> None:
+def test_a_seed_gives_the_same_whatever_else_runs_and_the_language_is_not_drawn(
+    whisper: Whisper, churn: Any, device_rows: bool
+) -> None:
+    payloads = {
+        f"{name} {seed}": {**payload, "temperature": 0.9, "seed": seed}
+        for name, payload in whisper.payloads.items()
+        if name in ("text", "detected", "two windows")
+        for seed in (1, 2)
+    }
+    together = churn(engine_for(whisper.decoder, device_rows, max_total_tokens=200), payloads, "drawn")
+    alone = {name: churn(engine_for(whisper.decoder), {name: one}, "")[name] for name, one in payloads.items()}
+    for name, one in together.items():
+        assert said(one.chunks) == said(alone[name].chunks)
+    heard = tiny.detect_language(whisper.reference, whisper.states[2])
+    for seed in (1, 2):
+        assert tiny.IDS[f"<|{together[f'detected {seed}'].result['language']}|>"] == heard
+    drawn = {str(said(together[f"text {seed}"].chunks)) for seed in (1, 2)}
+    assert len(drawn) == 2
+
+
+@BOTH_RUNNERS
+def test_a_window_takes_the_place_of_the_one_before(whisper: Whisper, device_rows: bool) -> None:
     written: list[int] = []
 
     class Recording(WhisperDecoder):
@@ -145,7 +193,7 @@ def test_a_place_is_kept_through_retractions_and_written_once(whisper: Whisper, 
             written.append(len(source))
             return super().source_kv(source)
 
-    engine = engine_for(Recording.load(whisper.folder), device_rows, max_total_tokens=40, max_running_requests=4)
+    engine = engine_for(Recording.load(whisper.folder), device_rows, max_total_tokens=80, max_running_requests=4)
     for name, payload in whisper.payloads.items():
         engine.add(name, payload)
     assert engine.stats()["source_places_used"] == 0
@@ -154,39 +202,55 @@ def test_a_place_is_kept_through_retractions_and_written_once(whisper: Whisper, 
         engine.step()
         most = max(most, engine.stats()["source_places_used"])
     assert engine.stats()["retractions"] > 0
-    assert written == [FRAMES] * len(whisper.payloads)
+    assert written == [tiny.FRAMES] * sum(map(len, whisper.expected.values()))
     assert 1 < most <= 4
 
 
 def test_the_same_prompt_over_other_audio_is_computed_anew(whisper: Whisper, churn: Any) -> None:
     engine = engine_for(whisper.decoder)
-    prompt = whisper.payloads["4"]["prompt_ids"]
-    for name in ("0", "1"):
-        states = whisper.payloads[name]["encoder_states"]
-        payload = {"prompt_ids": prompt, "encoder_states": states, "max_new_tokens": OUTPUTS}
-        assert churn(engine, {"a": payload}, "")["a"].result["token_ids"] == generate(whisper.reference, prompt, states)
+    for states in whisper.states[:3]:
+        payload = payload_of([states], language="en", history=[50, 51, 52, 53])
+        expected = tiny.transcribe(whisper.reference, [states], language="en", history=[50, 51, 52, 53])
+        assert said(churn(engine, {"a": payload}, "")["a"].chunks) == without_ends(expected)
     assert engine.stats()["reused_tokens"] == 0
 
 
 @BOTH_RUNNERS
 def test_shorter_sources_stand_beside_whole_ones(whisper: Whisper, churn: Any, device_rows: bool) -> None:
-    payloads = {
-        f"{name} {frames}": {**payload, "encoder_states": payload["encoder_states"][:frames]}
-        for name, payload in whisper.payloads.items()
-        for frames in (1, 17, FRAMES)
-    }
+    cut = {f"{i} {frames}": whisper.states[i][:frames] for i in range(4) for frames in (1, 17, tiny.FRAMES)}
+    payloads = {name: payload_of([states], language="en") for name, states in cut.items()}
     seen = churn(engine_for(whisper.decoder, device_rows, max_total_tokens=80), payloads, "")
-    for name, payload in payloads.items():
-        expected = generate(whisper.reference, payload["prompt_ids"], payload["encoder_states"])
-        assert seen[name].result["token_ids"] == expected
+    for name, states in cut.items():
+        expected = tiny.transcribe(whisper.reference, [states], language="en")
+        assert said(seen[name].chunks) == without_ends(expected)
+
+
+def test_what_times_remember_is_the_same_for_rows_and_for_requests() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        host, rows = -1, torch.tensor([-1])
+        for step in range(12):
+            token = rng.choice([5, 99, 100, 101, 150])
+            seen = (host >> 2) if host > 0 else 0
+            host, rows = next_times(host, token, 100), next_times_rows(rows, torch.tensor([token]), 100)
+            assert rows.tolist() == [host]
+            assert host >> 2 == (token - 99 if token >= 100 else seen)
+            assert bool(host & 1) == (token >= 100)
+            assert bool(host & 2) or step > 0
+
+
+def test_going_round_in_circles_is_noticed() -> None:
+    rng = random.Random(1)
+    assert not repeats_itself([rng.randrange(50000) for _ in range(200)])
+    assert repeats_itself([7, 8, 9, 10] * 50)
+    assert not repeats_itself([7, 8, 9])
 
 
 def test_logits_are_within_tolerance(whisper: Whisper) -> None:
-    payload = whisper.payloads["4"]
-    ids, states = [*payload["prompt_ids"], *whisper.expected["4"]], payload["encoder_states"]
+    states, generator = whisper.states[4], torch.Generator().manual_seed(4)
+    ids = [tiny.START, *torch.randint(len(tiny.IDS), (30,), generator=generator).tolist()]
     with torch.no_grad():
-        output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=states[None])
-        expected = whisper.reference(encoder_outputs=output, decoder_input_ids=torch.tensor([ids])).logits[0]
+        expected = whisper.reference(encoder_outputs=(states[None],), decoder_input_ids=torch.tensor([ids])).logits[0]
     decoder = whisper.decoder
     cache = KVCache(decoder.kv_shape, num_pages=20, page_size=4)
     pages = random.Random(0).sample(range(20), 20)
@@ -226,14 +290,15 @@ def test_attention_by_places_equals_that_of_each_alone(kv_heads: int) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no audio": ({}, "encoder_states must be an array"),
-    "no frame": ({"encoder_states": torch.zeros(0, WIDTH)}, "1 to 50 frames, not 0"),
-    "too many frames": ({"encoder_states": torch.zeros(FRAMES + 1, WIDTH)}, "1 to 50 frames, not 51"),
-    "frames of another width": ({"encoder_states": torch.zeros(3, 8)}, "32"),
-    "frames that are no numbers": ({"encoder_states": torch.full((3, WIDTH), math.nan)}, "not all finite"),
-    "beyond the positions": ({"encoder_states": torch.zeros(3, WIDTH), "max_new_tokens": 65}, "the model has 64"),
-    "no prompt": ({"encoder_states": torch.zeros(3, WIDTH), "prompt_ids": None}, "prompt of ids is missing"),
-    "later input": ({"encoder_states": torch.zeros(3, WIDTH), "input_open": True}, "all of a request's input at once"),
+    "no audio": ({"windows": []}, "there is no audio"),
+    "no frame": (payload_of([torch.zeros(0, tiny.WIDTH)]), "1 to 50 frames, not 0"),
+    "too many frames": (payload_of([torch.zeros(tiny.FRAMES + 1, tiny.WIDTH)]), "1 to 50 frames, not 51"),
+    "frames of another width": (payload_of([torch.zeros(3, 8)]), "32"),
+    "frames that are no numbers": (payload_of([torch.full((3, tiny.WIDTH), math.nan)]), "not all finite"),
+    "no tokens": (payload_of([torch.zeros(3, tiny.WIDTH)], max_new_tokens=0), "1 or more, not 0"),
+    "another language": (payload_of([torch.zeros(3, tiny.WIDTH)], language="ja"), "'ja' is not one of de, en, fr"),
+    "another task": (payload_of([torch.zeros(3, tiny.WIDTH)], task="sing"), "'sing' is not one of this model's"),
+    "an unknown id": (payload_of([torch.zeros(3, tiny.WIDTH)], history=[9999]), "ids that the model does not know"),
 }
 
 
@@ -242,16 +307,29 @@ def test_what_cannot_be_heard_is_refused(whisper: Whisper, case: str) -> None:
     payload, message = REFUSED[case]
     engine = engine_for(whisper.decoder)
     with pytest.raises(InvalidRequest, match=message):
-        engine.add("bad", {"prompt_ids": [START], **payload})
+        engine.add("bad", payload)
     assert not engine.has_work
+
+
+def test_a_pool_too_small_for_what_may_come_is_refused(whisper: Whisper) -> None:
+    engine = engine_for(whisper.decoder, max_total_tokens=30)
+    with pytest.raises(InvalidRequest, match="the KV pool has 30"):
+        engine.add("a", whisper.payloads["two windows"])
 
 
 def test_another_model_is_refused(whisper: Whisper) -> None:
     config = json.loads((whisper.folder / "config.json").read_text())
+    generation = json.loads((whisper.folder / "generation_config.json").read_text())
     with pytest.raises(StartupError, match="model type 'llama' is not whisper"):
-        WhisperSpec.parse({**config, "model_type": "llama"}, {})
+        WhisperSpec.parse({**config, "model_type": "llama"}, generation)
     with pytest.raises(StartupError, match="activation 'relu' is not supported"):
-        WhisperSpec.parse({**config, "activation_function": "relu"}, {})
+        WhisperSpec.parse({**config, "activation_function": "relu"}, generation)
+    with pytest.raises(StartupError, match=r"generation_config.json lacks the field no_timestamps_token_id"):
+        WhisperSpec.parse(config, {})
+    with pytest.raises(StartupError, match=r"generation_config.json lacks the fields lang_to_id"):
+        WhisperSpec.parse(config, {**generation, "lang_to_id": None})
+    with pytest.raises(StartupError, match="names id 5000; the model's vocabulary has 318"):
+        WhisperSpec.parse(config, {**generation, "suppress_tokens": [5000]})
 
 
 def test_rules_without_a_counterpart_for_device_rows_are_refused_there(whisper: Whisper) -> None:

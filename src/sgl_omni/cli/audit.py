@@ -152,5 +152,6 @@ def _sentences(resolved: ResolvedConfig) -> list[dict[str, Any]]:
         raise StartupError(str(error)) from error
     if task is None:
         raise StartupError("this pipeline does not speak; give --payloads FILE with requests for its entry stage")
-    spoken = [{"input": text, "voice": task.default_voice, "speed": 1.0, "temperature": 0.0} for text in SENTENCES]
+    base = {"voice": task.default_voice, "speed": 1.0, "temperature": 0.0}
+    spoken = [{"input": text, **base} for text in SENTENCES]
     return [*spoken, *({**payload, "temperature": 0.7, "seed": i} for i, payload in enumerate(spoken))]

@@ -243,7 +243,7 @@ async def observed(
     from sgl_omni.dp.watch import Watch, busy_seconds
 
     gpu = target.device if target.plan.platform == "cuda" else None
-    watch = await asyncio.to_thread(Watch, url, target.stage)
+    watch = await asyncio.to_thread(Watch, url, target.stage, target.process)
     driving = asyncio.ensure_future(measure([url], workload, load, gpu=gpu, streams=streams))
     try:
         await asyncio.sleep(CLIENT_START_SECONDS + load.warmup)
@@ -261,7 +261,7 @@ async def observed(
         await asyncio.gather(driving, return_exceptions=True)
     activity = figures["gpu"] or {}
     shown = activity.get("sm_active") or activity.get("gpu_util")
-    active = shown["mean"] if shown else busy / elapsed / len(target.cores)
+    active = shown["mean"] if shown else min(1.0, busy / elapsed / len(target.cores))
     if held is None:  # the driver shows no processes here: what is used of the card is the server's
         held = int(activity["memory_bytes"]["max"])
     weights = weights_in(target.resolved.model_path)

@@ -20,7 +20,7 @@ BETTER = 1.05
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """One replica at its plateau. ``active``: share of the device's time in use. ``readings`` were taken in the window,
-    the first at its beginning, the last at its end. ``device_bytes``: of the device, all its processes."""
+    the first at its beginning, the last at its end. ``device_bytes``: of the device, the engine's process."""
 
     active: float
     cpu_seconds: float

@@ -39,10 +39,11 @@ class Watch:
         LaunchFailed: it does not answer, or its processes are not on this machine.
     """
 
-    def __init__(self, url: str, stage: str) -> None:
-        """``stage``: the engine stage whose gauges are read."""
+    def __init__(self, url: str, stage: str, process: str) -> None:
+        """``stage``: the engine stage whose gauges are read; ``process``: its Process, whose memory is."""
         self._url = url
         self._stage = stage
+        self._own = process
         health = self._health()
         self._workers = [self._process(i) for i in health["instances"]]
         parents = {worker.ppid() for worker, _ in self._workers}
@@ -61,9 +62,9 @@ class Watch:
             raise LaunchFailed(f"{self._url}{path} does not answer: {error}") from error
 
     def _process(self, instance: dict[str, Any]) -> tuple[psutil.Process, bool]:
-        """The process and whether it computes on a GPU."""
+        """The process and whether it is the engine's."""
         try:
-            return psutil.Process(instance["pid"]), instance["device"] is not None
+            return psutil.Process(instance["pid"]), instance["process"] == self._own
         except (psutil.NoSuchProcess, TypeError) as error:
             raise LaunchFailed(f"instance '{instance['name']}' of {self._url} is no process of this machine") from error
 
@@ -91,11 +92,11 @@ class Watch:
         )
 
     def device_bytes(self, gpu: int | None) -> int | None:
-        """What the processes on the device hold of it; on the CPU platform (None) of the machine, without shared pages.
+        """What the engine's process holds of the device; on the CPU platform (None) of memory, without shared pages.
 
         None where the driver does not tell.
         """
-        workers = [worker for worker, computes in self._workers if computes]
+        workers = [worker for worker, own in self._workers if own]
         if gpu is None:
             return sum(int(worker.memory_full_info().uss) for worker in workers)
         held = memory_by_process(gpu)

@@ -81,7 +81,7 @@ class CodePredictor(nn.Module):
         of the code that was chosen from it.
         """
         n = hidden.shape[0]
-        cache = _FixedCache(self.decoder.kv_shape, n, 1 + self.num_codes, hidden)
+        cache = FixedCache(self.decoder.kv_shape, n, 1 + self.num_codes, hidden)
         x, codes = self._own_width(torch.stack([hidden, first], 1)), []
         for index in range(self.num_codes):
             start = 0 if index == 0 else 1 + index
@@ -113,18 +113,18 @@ class CodePredictor(nn.Module):
             yield Slot(f"{name}.bias", self.projection_bias, tuple(self.projection_bias.shape))
 
 
-class _FixedCache:
+class FixedCache:
     """Keys and values of the loop: every row has its ``length`` places, and they live as long as the loop."""
 
     def __init__(self, shape: KVShape, rows: int, length: int, like: Tensor) -> None:
         size = (shape.layers, 2, rows, length, shape.kv_heads, shape.head_dim)
         self._places = torch.zeros(size, dtype=like.dtype, device=like.device)
 
-    def at(self, start: int, count: int) -> _FixedAttend:
-        return _FixedAttend(self._places, start, count)
+    def at(self, start: int, count: int) -> FixedAttend:
+        return FixedAttend(self._places, start, count)
 
 
-class _FixedAttend:
+class FixedAttend:
     """Attention of places ``start`` to ``start + count`` of every row, which sees itself up to there.
 
     More than one place at a time is only possible at the start.

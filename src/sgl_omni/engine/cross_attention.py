@@ -1,7 +1,8 @@
 """Attention over an encoder's output: a second pool of keys and values, one fixed place a request.
 
-A request's keys and values are written once, when it first runs, and its place is its own until it ends, through
-retractions too. Requests are admitted in order, so places for as many as may run are enough.
+A request's keys and values are written once, when it first runs, and its place is its own until it ends or goes on
+with a sequence over another output, through retractions too. Requests are admitted in order, so places for as many as
+may run are enough.
 """
 
 from __future__ import annotations

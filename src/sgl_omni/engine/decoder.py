@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Slot
 from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.inserted import LayerRows
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Attention, GatedMLP, RMSNorm
 from sgl_omni.engine.moe import MoE
@@ -82,8 +83,11 @@ class Decoder(nn.Module):
         _, heads = self.shard.kv_heads(self.config.num_kv_heads)
         return KVShape(self.config.num_layers, heads, self.config.head_dim, self.norm.weight.dtype)
 
-    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """x [n, hidden], positions int64 [axes, n] -> [n, hidden], normed; then, side by side, each kept layer's."""
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend, added: LayerRows | None = None) -> Tensor:
+        """x [n, hidden], positions int64 [axes, n] -> [n, hidden], normed; then, side by side, each kept layer's.
+
+        ``added``: rows that are added to what the first layers hand on.
+        """
         if self._rope is None:  # not before: until the weights are loaded the module is on the meta device
             self._rope = Rope(self.config.rope, self.config.head_dim, x.device)
         rotation = self._rope(positions, x.dtype)
@@ -93,6 +97,8 @@ class Decoder(nn.Module):
             if i in self.kept_layers:
                 kept[i] = x.clone() if delta is None else x + whole(delta, x.dtype)
             x, delta = layer(x, delta, rotation, attend)
+            if added is not None and i < len(added.rows):
+                x = x.index_add(0, added.at, added.rows[i].to(x.dtype))
         _, normed = self.norm.add(x, delta)
         return torch.cat([normed, *(kept[i] for i in self.kept_layers)], 1) if kept else normed
 

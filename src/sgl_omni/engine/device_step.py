@@ -13,6 +13,7 @@ from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.cross_attention import RowSourceAttend, SourcePool
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.device_rows import DeviceRows, Field
+from sgl_omni.engine.inserted import LayerRows
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.row_attention import RowLayout, TorchRowAttention, TritonRowAttention
@@ -50,6 +51,7 @@ class Given:
     """What prompts bring besides ids: embeddings [m, hidden] for the rows ``at`` int64 [m]; positions of all rows.
 
     ``added`` [k, hidden] for the rows ``added_at`` int64 [k]: what had arrived for outputs that are run again.
+    ``between``: what is added between layers.
     """
 
     at: Tensor | None = None
@@ -57,6 +59,7 @@ class Given:
     positions: Tensor | None = None
     added_at: Tensor | None = None
     added: Tensor | None = None
+    between: LayerRows | None = None
 
 
 class StepOutput(NamedTuple):
@@ -154,7 +157,10 @@ class DeviceStep:
         attend: Attend = self._attention(self._cache, layout)
         if self._sources is not None:
             attend = RowSourceAttend(self._sources, attend, fields[inputs.rows, Field.PLACE].to(torch.int64))
-        hidden = model.forward(x, rope, attend)
+        if given is None or given.between is None:
+            hidden = model.forward(x, rope, attend)
+        else:
+            hidden = model.forward_adding(x, rope, attend, given.between)
         if inputs.ends.shape[0] == 0:
             return StepOutput(inputs.ids[:0], hidden)
         chosen_from = hidden[inputs.ends]

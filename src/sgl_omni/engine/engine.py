@@ -276,5 +276,7 @@ class AutoregressiveEngine:
             self._leave_source(request)
             return EngineOutput(request.id, chunks=chunks, result=self._task.result(request))
         if ended:
+            if request.followers[0].source is not None:
+                self._leave_source(request)
             self._scheduler.follow(request)
         return EngineOutput(request.id, chunks=chunks) if chunks else None

@@ -17,6 +17,7 @@ from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.hidden import LAST
 from sgl_omni.engine.inputs import add_arrived
+from sgl_omni.engine.inserted import LayerRows
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding, parameter
 from sgl_omni.engine.request import Chunk, Request
@@ -95,6 +96,10 @@ class StepModel(ABC):
         A model that keeps hidden states of layers may return more columns; ``logits`` and ``hidden_state`` know them.
         """
 
+    def forward_adding(self, x: Tensor, positions: Tensor, attend: Attend, added: LayerRows) -> Tensor:
+        """``forward`` for a pass whose prompts add rows between layers, where a model takes such prompts."""
+        raise NotImplementedError(f"{type(self).__name__} adds nothing between layers")
+
     def hidden_state(self, hidden: Tensor, layer: int) -> Tensor:
         """Of what ``forward`` returned [n, ...], the columns [n, hidden] of a layer that is kept."""
         assert layer == LAST
@@ -135,12 +140,16 @@ def embed_rows(model: StepModel, chunks: Sequence[Chunk]) -> Tensor:
         return model.embed_outputs(torch.tensor(last, device=model.device))
     ids: list[Tensor] = []
     given: list[tuple[int, Tensor]] = []
+    inserted: list[tuple[Tensor, Tensor]] = []
     row = 0
     for chunk in chunks:
         request, split = chunk.request, min(chunk.stop, chunk.request.prompt_length)
         if chunk.start < split:
             if request.prompt.ids is not None:
                 ids.append(request.prompt.ids[chunk.start : split])
+                if request.prompt.inserted is not None:
+                    places, rows = request.prompt.inserted.rows_between(chunk.start, split)
+                    inserted.append((places + row, rows))
             else:
                 given.append((row, request.prompt.rows[chunk.start : split]))
                 ids.append(torch.zeros(split - chunk.start, model.columns, dtype=torch.int64))
@@ -151,6 +160,8 @@ def embed_rows(model: StepModel, chunks: Sequence[Chunk]) -> Tensor:
     x = model.embed_ids(torch.cat(ids).to(model.device))
     for start, rows in given:
         x[start : start + rows.shape[0]] = rows.to(x)
+    for places, rows in inserted:
+        x[places.to(x.device)] = rows.to(x)
     return x
 
 
@@ -193,6 +204,8 @@ class CausalModel(nn.Module, StepModel):
         *,
         prefix: str = "model.",
         head: str = "lm_head",
+        config: DecoderConfig | None = None,
+        within: str = "",
         kept_layers: Sequence[int] = (),
         weights: WeightStore | None = None,
         policy: SharePolicy | None = None,
@@ -201,17 +214,17 @@ class CausalModel(nn.Module, StepModel):
         """Reads a checkpoint whose decoder lies below ``prefix`` and whose head is ``<head>.weight``; of its layers
         this ``shard``'s part, by default the whole. Raises ``StartupError`` where they cannot be divided so.
 
-        Its tensors live where ``weights`` says, in memory of their own by default; ``policy`` is asked for where
-        replicas share them.
+        Of a larger checkpoint, ``config`` is the decoder's and all tensors ``within`` are the model's. Its tensors live
+        where ``weights`` says, in memory of their own by default; ``policy`` is asked for where replicas share them.
         """
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
-            model = cls(DecoderConfig.parse(checkpoint.config()), kept_layers=kept_layers, shard=shard)
+            model = cls(config or DecoderConfig.parse(checkpoint.config()), kept_layers=kept_layers, shard=shard)
         ignore = ["*.rotary_emb.inv_freq"] + [f"{head}.weight"] * model.config.tied_embeddings
         load_module(
             model,
             weights or OwnWeights(),
-            lambda: checkpoint.load(model.slots(prefix, head), ignore=ignore),
+            lambda: checkpoint.load(model.slots(prefix, head), prefix=within, ignore=ignore),
             device=device,
             dtype=dtype,
             policy=policy,
@@ -237,6 +250,10 @@ class CausalModel(nn.Module, StepModel):
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         hidden: Tensor = self.decoder(x, positions, attend)
+        return hidden
+
+    def forward_adding(self, x: Tensor, positions: Tensor, attend: Attend, added: LayerRows) -> Tensor:
+        hidden: Tensor = self.decoder(x, positions, attend, added)
         return hidden
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sgl_omni.engine.device_step import Given, step_size
 from sgl_omni.engine.inputs import added_rows
+from sgl_omni.engine.inserted import layer_rows
 from sgl_omni.engine.request import Chunk
 
 _TILED_ROWS = 16
@@ -64,6 +65,10 @@ def gather_given(first: int, prompts: Sequence[Chunk], axes: int, device: torch.
         if rows and prompt.embeddings is not None:
             places += range(at, at + rows)
             parts.append(prompt.embeddings[chunk.start : stop])
+        if rows and prompt.inserted is not None:
+            own_places, own_rows = prompt.inserted.rows_between(chunk.start, stop)
+            places += (own_places + at).tolist()
+            parts.append(own_rows)
         if rows:
             own = (
                 torch.arange(chunk.start, stop) if prompt.positions is None else prompt.positions[:, chunk.start : stop]
@@ -82,6 +87,7 @@ def gather_given(first: int, prompts: Sequence[Chunk], axes: int, device: torch.
         positions=positions.to(device),
         added_at=torch.tensor(added_places, device=device) if added else None,
         added=torch.cat([part.to(device) for part in added]) if added else None,
+        between=layer_rows(prompts, device, first),
     )
 
 
@@ -89,7 +95,8 @@ def _brings_more(chunk: Chunk) -> bool:
     """Whether its rows are made of more than ids at the next positions."""
     request = chunk.request
     again = request.inputs is not None and chunk.stop > request.prompt_length
-    return again or request.prompt.embeddings is not None or request.prompt.positions is not None
+    prompt = request.prompt
+    return again or any(part is not None for part in (prompt.embeddings, prompt.positions, prompt.inserted))
 
 
 def tiled(decodes: Sequence[Chunk], prompts: Sequence[Chunk]) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sgl_omni.engine.hidden import HiddenRows
 from sgl_omni.engine.inputs import ArrivingInput
+from sgl_omni.engine.inserted import Inserted
 from sgl_omni.errors import InvalidRequest
 
 LARGEST = 2**31 - 1
@@ -57,11 +58,13 @@ class Prompt:
 
     ``ids`` int64 [length, codebooks]; ``embeddings`` [length, hidden]. Exactly one is given. ``positions`` int64
     [axes, length] where they are not simply 0, 1, 2, ... (multi-axis RoPE); outputs then go on after the largest.
+    ``inserted``: rows that stand at some of the ids' places.
     """
 
     ids: Tensor | None = None
     embeddings: Tensor | None = None
     positions: Tensor | None = None
+    inserted: Inserted | None = None
 
     def __post_init__(self) -> None:
         """Raises ``InvalidRequest`` for a prompt that is empty or whose parts do not fit together."""
@@ -71,6 +74,10 @@ class Prompt:
             raise InvalidRequest(f"a prompt has at least one row, not shape {[*self.rows.shape]}", param="prompt")
         if self.embeddings is not None and not bool(torch.isfinite(self.embeddings).all()):
             raise InvalidRequest("the prompt's embeddings are not all finite", param="prompt")
+        if self.inserted is not None:
+            if self.ids is None:
+                raise InvalidRequest("rows are inserted among ids, not among embeddings", param="inserted_embeddings")
+            self.inserted.check(len(self))
         if self.positions is None:
             return
         if self.positions.dim() != 2 or self.positions.shape[1] != len(self):
@@ -95,6 +102,8 @@ class Prompt:
 
     def is_like(self, other: Prompt) -> bool:
         """Whether the two can be one after the other in one prompt."""
+        if self.inserted is not None or other.inserted is not None:
+            return False
         mine = (self.ids is None, self.positions is None, self.rows.shape[1])
         return mine == (other.ids is None, other.positions is None, other.rows.shape[1])
 
@@ -123,16 +132,23 @@ class Prompt:
         for start, end in pairwise(starts):
             for part in parts:
                 running.update(part[start:end].view(torch.uint8).numpy())
+            for part in () if self.inserted is None else self.inserted.content(start, end):
+                running.update(repr(part.shape).encode())
+                running.update(part.contiguous().view(-1).view(torch.uint8).numpy())
             keys.append(running.digest())
         return keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """What a request goes on with when the sequence before it has ended: the next piece of a text, say."""
+    """What a request goes on with when the sequence before it has ended: the next piece of a text, say.
+
+    ``source`` [frames, width] where it attends over another encoder output than the sequence before.
+    """
 
     prompt: Prompt
     max_outputs: int
+    source: Tensor | None = None
 
     @property
     def longest(self) -> int:
@@ -248,6 +264,8 @@ class Request:
             following.max_outputs,
             len(following.prompt),
         )
+        if following.source is not None:
+            self.source = following.source
         self.drawn += len(self.outputs)
         self.outputs = []
         self.sent = self.computed = self.launched = self.due = 0

@@ -13,6 +13,7 @@ from torch import Tensor
 from sgl_omni.engine.attention import AttentionBackend, AttentionSpan, TorchAttention
 from sgl_omni.engine.cross_attention import SourceAttend, SourcePool
 from sgl_omni.engine.hidden import collect
+from sgl_omni.engine.inserted import layer_rows
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.request import Chunk, Request
@@ -101,7 +102,10 @@ class ModelRunner:
         attend = self._attention.begin(self._cache, spans)
         if self._sources is not None:
             attend = SourceAttend(self._sources, attend, chunks)
-        hidden = model.forward(x, self._positions(chunks, padding), attend)
+        positions, added = self._positions(chunks, padding), layer_rows(chunks, x.device)
+        hidden = (
+            model.forward(x, positions, attend) if added is None else model.forward_adding(x, positions, attend, added)
+        )
         collect(model, hidden, chunks)
         ends = _ends(chunks)
         results: list[list[int] | None] = [None] * len(chunks)

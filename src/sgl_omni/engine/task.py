@@ -16,6 +16,7 @@ from torch import Tensor
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.hidden import LAST, HiddenRows
 from sgl_omni.engine.inputs import ArrivingInput, begin_input, end_input, extend_input
+from sgl_omni.engine.inserted import Inserted
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Prompt, Request, Sampling
 from sgl_omni.errors import InvalidRequest, StartupError
@@ -73,20 +74,48 @@ class Task(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """What prompts of a model may hold. ``vocab_sizes`` has one entry a column of ids."""
+    """What prompts of a model may hold. ``vocab_sizes`` has one entry a column of ids.
+
+    ``levels``: how many of the first layers may be followed by additions to inserted rows.
+    """
 
     vocab_sizes: tuple[int, ...]
     hidden_size: int
     axes: int = 1
+    levels: int = 0
 
     def prompt(self, payload: Payload) -> Prompt:
-        """``prompt_ids`` [length] or [length, columns], or ``prompt_embeddings`` [length, hidden]."""
+        """``prompt_ids`` [length] or [length, columns], or ``prompt_embeddings`` [length, hidden].
+
+        With ids also ``inserted_embeddings`` [m, hidden], which stand at the places ``inserted_at`` [m], and
+        ``layered_embeddings`` [levels, k, hidden], which the first layers add at ``layered_at`` [k].
+        """
         ids, embeddings = payload.get("prompt_ids"), payload.get("prompt_embeddings")
         positions = payload.get("positions")
         return Prompt(
             ids=None if ids is None else self._ids(ids),
             embeddings=None if embeddings is None else self.embeddings(embeddings, "prompt_embeddings"),
             positions=None if positions is None else self._positions(positions),
+            inserted=self._inserted(payload),
+        )
+
+    def _inserted(self, payload: Payload) -> Inserted | None:
+        rows, layered = payload.get("inserted_embeddings"), payload.get("layered_embeddings")
+        if rows is None and layered is None:
+            return None
+        if layered is None:
+            layered = torch.zeros(self.levels, 0, self.hidden_size)
+        elif len(layered) != self.levels:
+            raise InvalidRequest(
+                f"layered_embeddings must be of {self.levels} layers, not {len(layered)}", param="layered_embeddings"
+            )
+        return Inserted(
+            _integers(payload.get("inserted_at", []), "inserted_at"),
+            self.embeddings(torch.zeros(0, self.hidden_size) if rows is None else rows, "inserted_embeddings"),
+            _integers(payload.get("layered_at", []), "layered_at"),
+            torch.stack([self.embeddings(level, "layered_embeddings") for level in layered])
+            if self.levels
+            else torch.zeros(0, 0, self.hidden_size),
         )
 
     def _ids(self, value: Any) -> Tensor:

@@ -17,6 +17,7 @@ SHIPPED: dict[str, str] = {
     "Qwen3TTSPipelineConfig": "sgl_omni.models.qwen3_tts.pipeline",
     "MingOmniTTSPipelineConfig": "sgl_omni.models.ming_omni_tts.pipeline",
     "TextLLMPipelineConfig": "sgl_omni.models.text_llm.pipeline",
+    "WhisperPipelineConfig": "sgl_omni.models.whisper.pipeline",
 }
 """Class name -> module that defines it. A new family adds one line."""
 

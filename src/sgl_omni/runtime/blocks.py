@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sgl_omni.gpu.device_memory import Block, DeviceMemory, DeviceMemoryError
-from sgl_omni.runtime.segments import INLINE_LIMIT
+from sgl_omni.runtime.segments import INLINE_LIMIT, Allowance
 
 if TYPE_CHECKING:
     import torch
@@ -24,25 +24,6 @@ log = logging.getLogger("sgl_omni.channel")
 
 SMALLEST_BLOCK = 2 * 1024 * 1024
 """What the driver gives at least."""
-
-
-class Allowance:
-    """What all pools of a process together may take, in bytes. ``refused`` counts what did not fit."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.taken = 0
-        self.refused = 0
-
-    def take(self, size: int) -> bool:
-        if self.taken + size > self.limit:
-            self.refused += 1
-            return False
-        self.taken += size
-        return True
-
-    def give_back(self, size: int) -> None:
-        self.taken -= size
 
 
 class Device:

@@ -34,7 +34,7 @@ from sgl_omni.runtime.messages import (
     StreamChunk,
     Submit,
 )
-from sgl_omni.runtime.segments import Bytes, SegmentPool, SegmentViews
+from sgl_omni.runtime.segments import Allowance, Bytes, SegmentPool, SegmentViews
 
 LENGTH_BYTES = 4
 MAX_FRAME = 256 * 1024 * 1024
@@ -51,7 +51,7 @@ class Channel:
     """A framed, bidirectional message stream over a connected unix stream socket.
 
     `on_close(channel, reason)` is called once, with reason "" when the peer closed or died. `device`: this process's
-    device memory, where tensors may come and go by it.
+    device memory, where tensors may come and go by it. `allowance`: what shared memory all its channels may take.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Channel:
         *,
         name: str = "",
         device: Device | None = None,
+        allowance: Allowance | None = None,
     ) -> None:
         sock.setblocking(False)
         self.name = name
@@ -78,7 +79,7 @@ class Channel:
         self._in = bytearray(READ_BUFFER)
         self._start = self._end = 0
         self._descriptors: deque[int] = deque()
-        self._pool = SegmentPool()
+        self._pool = SegmentPool(allowance)
         self._views = SegmentViews(self._dropped)
         self._released: list[int] = []
         self._blocks = None if device is None else BlockPool(device, self._offer, self._forget_block, lambda: self.name)
@@ -136,7 +137,7 @@ class Channel:
             return block
 
         def store(size: int) -> tuple[int, Any]:
-            segment, buffer, fd = self._pool.take(size)
+            segment, buffer, fd = self._take(size, stage)
             taken.append(segment)
             if fd is not None:
                 self._append(Segment(segment, len(buffer)), fd)
@@ -154,6 +155,21 @@ class Channel:
             if isinstance(error, OverflowError):
                 raise PayloadError(f"stage '{stage}': payload holds an integer of more than 64 bits") from error
             raise
+
+    def _take(self, size: int, stage: str) -> tuple[int, Any, int | None]:
+        """A segment, for which free ones of other sizes are given up where it needs their memory."""
+        try:
+            return self._pool.take(size)
+        except MemoryError:
+            dropped = self._pool.shrink()
+        if dropped:
+            self._append(Forget(dropped))
+        try:
+            return self._pool.take(size)
+        except MemoryError as error:
+            raise PayloadError(
+                f"stage '{stage}': no shared memory for {size} bytes of its payload: {error}; receivers hold them"
+            ) from error
 
     def close(self, reason: str = "") -> None:
         """Closes at once; unsent messages are lost, segments freed."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 INLINE_LIMIT = 64 * 1024
 """Values up to this many bytes travel inside the message."""
@@ -30,10 +31,36 @@ def size_class(size: int) -> int:
     return 1 << max(size - 1, INLINE_LIMIT).bit_length()
 
 
+class Allowance:
+    """What all pools of a process together may take, in bytes. ``refused`` counts what did not fit."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.taken = 0
+        self.refused = 0
+
+    def take(self, size: int) -> bool:
+        if self.taken + size > self.limit:
+            self.refused += 1
+            return False
+        self.taken += size
+        return True
+
+    def give_back(self, size: int) -> None:
+        self.taken -= size
+
+
+def machine_share() -> int:
+    """What the segments of one process may take: a quarter of the machine's memory."""
+    return int(psutil.virtual_memory().total) // 4
+
+
 class SegmentPool:
     """The sender's side: which segments are free and which are with the receiver."""
 
-    def __init__(self) -> None:
+    def __init__(self, allowance: Allowance | None = None) -> None:
+        """``allowance``: what all pools of the process may take; None: no limit."""
+        self._allowance = allowance
         self._maps: dict[int, mmap.mmap] = {}
         self._free: dict[int, list[int]] = {}
         self._free_bytes = 0
@@ -52,6 +79,9 @@ class SegmentPool:
         """A segment of at least `size` bytes: (id, mapping, descriptor to send or None if the receiver has it).
 
         The caller closes the descriptor once it was sent.
+
+        Raises:
+            MemoryError: the process's pools may take no more.
         """
         size = size_class(size)
         free = self._free.get(size)
@@ -59,12 +89,17 @@ class SegmentPool:
             segment = free.pop()
             self._free_bytes -= size
             return segment, self._maps[segment], None
-        fd = os.memfd_create("sgl-omni", os.MFD_CLOEXEC)
+        if self._allowance is not None and not self._allowance.take(size):
+            raise MemoryError(f"{self._allowance.taken} of {self._allowance.limit} bytes are in use")
+        fd = -1
         try:
+            fd = os.memfd_create("sgl-omni", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)
             mapping = mmap.mmap(fd, size)
         except BaseException:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
+            self._took_back(size)
             raise
         segment = self._next
         self._next += 1
@@ -76,16 +111,34 @@ class SegmentPool:
         mapping = self._maps[segment]
         size = len(mapping)
         if self._free_bytes + size > RETAINED_BYTES:
-            del self._maps[segment]
-            mapping.close()
+            self._unmap(segment)
             return False
         self._free.setdefault(size, []).append(segment)
         self._free_bytes += size
         return True
 
+    def shrink(self) -> list[int]:
+        """Unmaps all free segments; returns them, which the receiver is to forget."""
+        dropped = [segment for segments in self._free.values() for segment in segments]
+        for segment in dropped:
+            self._unmap(segment)
+        self._free.clear()
+        self._free_bytes = 0
+        return dropped
+
+    def _unmap(self, segment: int) -> None:
+        mapping = self._maps.pop(segment)
+        self._took_back(len(mapping))
+        mapping.close()
+
+    def _took_back(self, size: int) -> None:
+        if self._allowance is not None:
+            self._allowance.give_back(size)
+
     def close(self) -> None:
         """Unmaps everything; a receiver's mappings stay valid until it drops them."""
         for mapping in self._maps.values():
+            self._took_back(len(mapping))
             mapping.close()
         self._maps.clear()
         self._free.clear()

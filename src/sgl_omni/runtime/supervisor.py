@@ -26,6 +26,7 @@ from sgl_omni.runtime.logs import LogTap
 from sgl_omni.runtime.messages import GroupLink, Message, Ready, Spawn, StartFailed, Stats, StatsQuery, Stop
 from sgl_omni.runtime.mps_guard import MpsGuard
 from sgl_omni.runtime.rundir import RunDir
+from sgl_omni.runtime.segments import Allowance, machine_share
 from sgl_omni.runtime.weight_keeper import WeightKeeper
 from sgl_omni.topology.plan import InstancePlan, Plan
 
@@ -62,6 +63,7 @@ class Supervisor:
         """`liveness_timeout`: seconds that a ready instance may be silent when asked; none for as long as it likes.
         `step_timeout`: seconds that a step of an engine may take. See `Liveness`."""
         self._loop = asyncio.get_running_loop()
+        self._allowance = Allowance(machine_share())
         self._plan = plan
         self._coordinator = coordinator
         self._run_dir = run_dir
@@ -207,6 +209,7 @@ class Supervisor:
             lambda channel, message: self._receive(instance, channel, message),
             lambda channel, reason: self._broken(instance, reason),
             name=instance.name,
+            allowance=self._allowance,
         )
         instance.channel.send(Spawn(self._plan, instance.name, str(self._run_dir.path), list(sys.path), link))
 

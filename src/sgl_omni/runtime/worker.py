@@ -48,6 +48,7 @@ from sgl_omni.runtime.messages import (
 )
 from sgl_omni.runtime.requests import StageRequest
 from sgl_omni.runtime.runners import Runner
+from sgl_omni.runtime.segments import Allowance, machine_share
 from sgl_omni.runtime.stage import Payload
 from sgl_omni.runtime.tp import PEER_SECONDS, PeerLost, Ranks
 from sgl_omni.runtime.tp_engine import FollowingRunner
@@ -68,7 +69,10 @@ class Worker:
 
     def __init__(self, control: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
-        self._control = Channel(control, self._on_control, self._on_control_closed, name="coordinator")
+        self._allowance = Allowance(machine_share())
+        self._control = Channel(
+            control, self._on_control, self._on_control_closed, name="coordinator", allowance=self._allowance
+        )
         self._spawn: asyncio.Future[Spawn] = self._loop.create_future()
         self._stop: asyncio.Future[int] = self._loop.create_future()
         self._peers: dict[str, Channel] = {}
@@ -185,7 +189,9 @@ class Worker:
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        self._incoming.add(Channel(sock, self._on_peer, self._on_peer_closed, device=self._device))
+        self._incoming.add(
+            Channel(sock, self._on_peer, self._on_peer_closed, device=self._device, allowance=self._allowance)
+        )
 
     def _exit(self, status: int) -> None:
         if not self._stop.done():
@@ -414,7 +420,12 @@ class Worker:
                 sock.close()
                 raise ConnectionError(f"cannot reach instance '{instance}': {error}") from error
             channel = self._peers[instance] = Channel(
-                sock, self._on_peer, self._on_peer_closed, name=instance, device=self._device
+                sock,
+                self._on_peer,
+                self._on_peer_closed,
+                name=instance,
+                device=self._device,
+                allowance=self._allowance,
             )
             channel.send(Hello(self._instance.name))
         return channel
@@ -430,8 +441,11 @@ class Worker:
             "shm_segments_out": sum(c.leased_out for c in channels),
             "shm_segments_in": sum(c.leased_in for c in channels),
             "shm_bytes": sum(c.mapped_bytes for c in channels),
+            "shm_limit_bytes": self._allowance.limit,
+            "shm_refused_total": self._allowance.refused,
             "device_blocks_out": sum(c.blocks_out for c in channels),
             "device_bytes": sum(c.device_bytes for c in channels),
+            "device_limit_bytes": self._device.allowance.limit if self._device is not None else 0,
         }
         for stage, runner in self._runners.items():
             gauges |= {f"{stage}.{key}": value for key, value in runner.gauges().items()}

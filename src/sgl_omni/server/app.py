@@ -18,6 +18,7 @@ from sgl_omni.server.metrics import Metrics
 from sgl_omni.server.middleware import BodyLimit, RequestIds
 from sgl_omni.server.speech import SpeechService, speech_router
 from sgl_omni.server.speech_batch import batch_router
+from sgl_omni.server.transcription import transcription_router
 from sgl_omni.server.voices import VoiceStore, voices_router
 
 MAX_BODY_BYTES = 1 << 20
@@ -28,6 +29,8 @@ COMMON_ROUTES = ["GET  /v1/models", "GET  /health", "GET  /metrics", "GET  /docs
 SPEECH_ROUTES = ["POST /v1/audio/speech", "POST /v1/audio/speech/batch", "GET, POST, DELETE  /v1/audio/voices"]
 CHAT_ROUTES = ["POST /v1/chat/completions"]
 COMPLETION_ROUTES = ["POST /v1/completions"]
+TRANSCRIPTION_ROUTES = ["POST /v1/audio/transcriptions"]
+TRANSLATION_ROUTES = ["POST /v1/audio/translations"]
 
 
 def create_app(
@@ -63,6 +66,9 @@ def create_app(
     if tasks.chat and tasks.chat.completes_text:
         app.include_router(completions_router(backend, tasks.chat, models, metrics, request_timeout))
         routes = COMPLETION_ROUTES + routes
+    if tasks.transcription:
+        app.include_router(transcription_router(backend, tasks.transcription, models, metrics, request_timeout))
+        routes = TRANSCRIPTION_ROUTES + TRANSLATION_ROUTES * tasks.transcription.translates + routes
     app.include_router(first_page(model_id, routes))
     install_error_handlers(app)
     limit = max_body_bytes or (MAX_MEDIA_BODY_BYTES if tasks.takes_media else MAX_BODY_BYTES)

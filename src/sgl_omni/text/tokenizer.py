@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,12 @@ class TextTokenizer:
                 f"{folder} holds no tokenizer: none of tokenizer.json, vocab.json, tokenizer_config.json"
             )
         try:
-            return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare ones for a damaged file
             raise StartupError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        if not tokenizer.chat_template:
+            tokenizer.chat_template = _template_apart(folder)
+        return cls(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Special tokens that the text spells are taken as such; none are added."""
@@ -86,6 +90,18 @@ class TextTokenizer:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", "messages") from error
         return text
+
+
+def _template_apart(folder: Path) -> str | None:
+    """The chat template of models with media, which may lie in a file of its own."""
+    file = folder / "chat_template.json"
+    if not file.is_file():
+        return None
+    try:
+        template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StartupError(f"{file} cannot be read, or lacks the field chat_template: {error!r}") from error
+    return str(template)
 
 
 class Detokenizer:

@@ -185,7 +185,7 @@ def test_serve_prints_one_line_and_exits_1() -> None:
     )
     assert done.returncode == 1
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert line == "error: HiggsTtsPipelineConfig: this version plans the model but does not run it yet"
+    assert line.startswith("error: model_path 'bosonai/higgs-tts-3-4b' is neither a folder nor a downloaded model")
     assert "Traceback" not in done.stderr
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
-from sgl_omni.engine.decoder import attention_of, materialise
+from sgl_omni.engine.decoder import attention_of
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.delay import forced_ids
 from sgl_omni.engine.kv_cache import KVShape
@@ -26,7 +26,10 @@ from sgl_omni.engine.request import Request
 from sgl_omni.engine.rope import Rope
 from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.shard import Shard
+from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
 from sgl_omni.models.higgs_audio_v2.spec import HiggsSpec
+
+POLICY = SharePolicy("HiggsAudioV2ForConditionalGeneration")
 
 
 class _Feed(nn.Module):
@@ -102,15 +105,38 @@ class HiggsModel(nn.Module, StepModel):
         self.head = parameter(len(offsets) * spec.codebook_size, config.hidden_size)
         self._rope: Rope | None = None
 
+        self._weights: WeightStore = OwnWeights()
+
     @classmethod
-    def load(cls, folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> HiggsModel:
-        """Reads a checkpoint; a text head, which generation has no use for, is left on disk."""
+    def load(
+        cls,
+        folder: Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        weights: WeightStore | None = None,
+    ) -> HiggsModel:
+        """Reads a checkpoint; a text head, which generation has no use for, is left on disk.
+
+        Its tensors live where ``weights`` says, in memory of their own by default.
+        """
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(HiggsSpec.parse(checkpoint.config()))
-        materialise(model, device, dtype)
-        checkpoint.load(model.slots(), ignore=["text_lm_head.weight", "*.audio_tokens_offsets"])
+        load_module(
+            model,
+            weights or OwnWeights(),
+            lambda: checkpoint.load(model.slots(), ignore=["text_lm_head.weight", "*.audio_tokens_offsets"]),
+            device=device,
+            dtype=dtype,
+            policy=POLICY,
+            fingerprint=checkpoint.fingerprint(),
+        )
+        model._weights = weights or OwnWeights()
         return model.eval()
+
+    def verify_weights(self) -> None:
+        self._weights.verify(tensors_of(self))
 
     @property
     def kv_shape(self) -> KVShape:
@@ -144,7 +170,7 @@ class HiggsModel(nn.Module, StepModel):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head).unflatten(-1, (self.spec.num_codebooks, -1))
+        return F.linear(hidden, self.head).view(-1, self.spec.num_codebooks, self.spec.codebook_size)
 
     def complete(self, rows: Tensor, hidden: Tensor, requests: Sequence[Request]) -> Tensor:
         steps = torch.tensor([len(request.outputs) for request in requests], device=rows.device)

@@ -1,35 +1,70 @@
-"""The host side of Higgs Audio v2: prompts with reference audio in, frames of codes out."""
+"""The host side of Higgs Audio: prompts with reference audio in, frames of codes out."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Prompt, Request
-from sgl_omni.engine.task import InputSpec, Task, parse_sampling, whole_number
+from sgl_omni.engine.task import InputSpec, Task, number, parse_sampling, whole_number
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.higgs_audio_v2.spec import HiggsSpec
 
+HAND_OVER_FRAMES = 5
+"""Frames of a chunk after the first: a message for each would cost more than it tells."""
 
-class HiggsTask(Task):
-    """``prompt_ids`` [length] of text, in which placeholders stand for the rows of ``audio_rows`` [rows, codebooks].
 
-    The prompt ends with the id that begins audio. Reference audio is in its delay pattern already. Results are
-    arrays ``codes`` int16 [frames, codebooks]: codebook k of frame f lies in output row f + 1 + k, after a first row
-    of begin ids. The row that brings an end id ends the audio with the frame before it. An id that no codec knows
-    and that the model put inside the audio all the same becomes the codec's last. A request's ``frame_end`` is the
-    first output with an end id in any column.
+class FramesSpec(Protocol):
+    """What a task needs to know of a model that speaks frames of delayed codebooks."""
+
+    @property
+    def decoder(self) -> DecoderConfig: ...
+
+    @property
+    def num_codebooks(self) -> int: ...
+
+    @property
+    def codebook_size(self) -> int: ...
+
+    @property
+    def stream_eos_id(self) -> int: ...
+
+    @property
+    def codec_size(self) -> int: ...
+
+
+class FramesTask(Task):
+    """Requests of ``prompt_ids``, ``audio_rows``, ``max_frames`` and sampling options, answered with frames.
+
+    Results are arrays ``codes`` int16 [frames, codebooks], with the ``speed`` asked for where it is not 1. Codebook
+    k of frame f lies in output row ``lead`` + f + k.
+    A request's ``frame_end`` is the output that brings the end. An id that no codec knows and that the model put
+    inside the audio all the same becomes the codec's last.
     """
 
-    def __init__(self, spec: HiggsSpec, *, default_max_frames: int = 1024) -> None:
-        self._spec = spec
+    lead: int
+    """Output rows before the first that holds a code of a frame."""
+
+    def __init__(self, spec: FramesSpec, default_max_frames: int) -> None:
+        self._frames = spec
         self._default_max_frames = default_max_frames
-        self._text = InputSpec(vocab_sizes=(spec.decoder.vocab_size,), hidden_size=spec.decoder.hidden_size)
-        self._audio = InputSpec(
-            vocab_sizes=(spec.codebook_size,) * spec.num_codebooks, hidden_size=spec.decoder.hidden_size
-        )
+        hidden = spec.decoder.hidden_size
+        self._text = InputSpec(vocab_sizes=(spec.decoder.vocab_size,), hidden_size=hidden)
+        self._audio = InputSpec(vocab_sizes=(spec.codebook_size,) * spec.num_codebooks, hidden_size=hidden)
+
+    @abstractmethod
+    def _prompt_rows(self, payload: Payload) -> Tensor:
+        """int64 [length, 1 + codebooks]."""
+
+    @abstractmethod
+    def _ends(self, row: list[int], step: int) -> bool:
+        """Whether this row, the ``step``-th output, brings the end of the audio."""
 
     def parse(self, request_id: str, payload: Payload) -> Request:
         frames = whole_number(payload, "max_frames", self._default_max_frames)
@@ -38,20 +73,13 @@ class HiggsTask(Task):
         return Request(
             request_id,
             Prompt(self._prompt_rows(payload)),
-            max_outputs=frames + self._spec.num_codebooks,
+            max_outputs=self.lead + frames + self._frames.num_codebooks - 1,
             sampling=parse_sampling(payload),
+            task=number(payload, "speed", 1.0),
         )
 
-    def _prompt_rows(self, payload: Payload) -> Tensor:
-        """int64 [length, 1 + codebooks]."""
-        spec = self._spec
-        text = self._text.prompt({"prompt_ids": payload.get("prompt_ids", [])}).rows
-        if int(text[-1, 0]) != spec.audio_bos_id:
-            raise InvalidRequest(
-                f"the prompt must end with the id that begins audio, {spec.audio_bos_id}, not {int(text[-1, 0])}",
-                param="prompt_ids",
-            )
-        places = (text[:, 0] == spec.placeholder) | (text[:, 0] == spec.delay_placeholder)
+    def _rows(self, text: Tensor, places: Tensor, payload: Payload) -> Tensor:
+        """Text ids [length, 1] with the payload's ``audio_rows`` beside those that ``places`` [length] marks."""
         given = payload.get("audio_rows")
         audio = None if given is None else self._audio.prompt({"prompt_ids": given}).rows
         count = 0 if audio is None else len(audio)
@@ -60,19 +88,18 @@ class HiggsTask(Task):
                 f"the prompt has {int(places.sum())} places for audio rows, and {count} rows are given",
                 param="audio_rows",
             )
-        rows = torch.zeros(len(text), 1 + spec.num_codebooks, dtype=torch.int64)
+        rows = torch.zeros(len(text), 1 + self._frames.num_codebooks, dtype=torch.int64)
         rows[:, :1] = text
         if audio is not None:
             rows[places, 1:] = audio
         return rows
 
     def take(self, request: Request, row: list[int]) -> bool:
-        eos = self._spec.stream_eos_id
-        if request.frame_end < 0 and eos in row[1:]:
+        if request.frame_end < 0 and self._ends(row, len(request.outputs)):
             request.frame_end = len(request.outputs)
         request.outputs.append(row)
         end = request.frame_end
-        if end >= 0 and (self._known(request) == end - 1 or set(row[1:]) == {eos}):
+        if end >= 0 and (self._known(request) == end - self.lead or set(row[1:]) == {self._frames.stream_eos_id}):
             request.finish_reason = "stop"
         elif request.is_at_limit:
             request.finish_reason = "length"
@@ -83,10 +110,12 @@ class HiggsTask(Task):
         if known <= sent:
             return None
         request.sent = known
-        outputs = request.outputs[sent + 1 : known + self._spec.num_codebooks]
+        request.due = self.lead + known + HAND_OVER_FRAMES + self._frames.num_codebooks - 1
+        outputs = request.outputs[self.lead + sent : self.lead + known + self._frames.num_codebooks - 1]
         rows = np.asarray([row[1:] for row in outputs], dtype=np.int16)
-        diagonals = [rows[k : k + known - sent, k] for k in range(self._spec.num_codebooks)]
-        return {"codes": np.stack(diagonals, 1).clip(0, self._spec.codec_size - 1)}
+        diagonals = [rows[k : k + known - sent, k] for k in range(self._frames.num_codebooks)]
+        codes = np.stack(diagonals, 1).clip(0, self._frames.codec_size - 1)
+        return {"codes": codes} if request.task == 1.0 else {"codes": codes, "speed": request.task}
 
     def result(self, request: Request) -> Payload:
         return {
@@ -97,6 +126,34 @@ class HiggsTask(Task):
 
     def _known(self, request: Request) -> int:
         """Frames whose every codebook is among the outputs."""
-        known = max(0, len(request.outputs) - self._spec.num_codebooks)
+        known = max(0, len(request.outputs) - self.lead - self._frames.num_codebooks + 1)
         end = request.frame_end
-        return known if end < 0 else min(known, max(0, end - 1))
+        return known if end < 0 else min(known, max(0, end - self.lead))
+
+
+class HiggsTask(FramesTask):
+    """Higgs Audio v2. Placeholders among the ``prompt_ids`` [length] stand for ``audio_rows`` [rows, codebooks].
+
+    The prompt ends with the id that begins audio. Reference audio is in its delay pattern already. The first output
+    row holds begin ids alone; the row that brings an end id in any column ends the audio with the frame before it.
+    """
+
+    lead = 1
+
+    def __init__(self, spec: HiggsSpec, *, default_max_frames: int = 1024) -> None:
+        super().__init__(spec, default_max_frames)
+        self._spec = spec
+
+    def _prompt_rows(self, payload: Payload) -> Tensor:
+        spec = self._spec
+        text = self._text.prompt({"prompt_ids": payload.get("prompt_ids", [])}).rows
+        if int(text[-1, 0]) != spec.audio_bos_id:
+            raise InvalidRequest(
+                f"the prompt must end with the id that begins audio, {spec.audio_bos_id}, not {int(text[-1, 0])}",
+                param="prompt_ids",
+            )
+        places = (text[:, 0] == spec.placeholder) | (text[:, 0] == spec.delay_placeholder)
+        return self._rows(text, places, payload)
+
+    def _ends(self, row: list[int], step: int) -> bool:
+        return self._spec.stream_eos_id in row[1:]

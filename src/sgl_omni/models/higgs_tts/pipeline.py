@@ -1,10 +1,11 @@
-"""Higgs TTS as a pipeline: preprocessing -> audio_encoder -> tts_engine ==> vocoder. Imports no torch."""
+"""Higgs TTS 3 and Higgs Audio v2: preprocessing -> audio_encoder -> tts_engine ==> vocoder. Imports no torch."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
+from sgl_omni.config.tasks import SpeechTask, Tasks
 
 _STAGES = "sgl_omni.models.higgs_tts.stages"
 
@@ -12,7 +13,6 @@ _STAGES = "sgl_omni.models.higgs_tts.stages"
 class HiggsTtsPipelineConfig(PipelineConfig):
     """Higgs TTS on one GPU: a front-end Process, the engine in `pipeline`, and the vocoder."""
 
-    runnable: ClassVar[bool] = False
     model_ids: ClassVar[tuple[str, ...]] = (
         "bosonai/higgs-tts-3-4b",
         "bosonai/higgs-audio-v3-tts-4b",
@@ -23,6 +23,7 @@ class HiggsTtsPipelineConfig(PipelineConfig):
         "HiggsMultimodalQwen3ForConditionalGeneration",
         "HiggsAudioV2ForConditionalGeneration",
     )
+    shareable_architectures: ClassVar[tuple[str, ...]] = architectures
     engine_stages: ClassVar[tuple[str, ...]] = ("tts_engine",)
     default_stages: ClassVar[dict[str, dict[str, Any]]] = {
         "preprocessing": {
@@ -53,3 +54,19 @@ class HiggsTtsPipelineConfig(PipelineConfig):
             "terminal": True,
         },
     }
+
+    @classmethod
+    def tasks(cls, model_path: str) -> Tasks:
+        from sgl_omni.models.higgs_tts.checkpoint import HiggsCheckpoint
+        from sgl_omni.models.higgs_tts.stages import max_references
+
+        checkpoint = HiggsCheckpoint.load(model_path)
+        return Tasks(
+            speech=SpeechTask(
+                voices=(),
+                default_voice=None,
+                sample_rate=checkpoint.codec.sample_rate,
+                max_references=max_references(checkpoint),
+                takes_instructions=checkpoint.is_v2,
+            )
+        )

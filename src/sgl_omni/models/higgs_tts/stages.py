@@ -1,32 +1,129 @@
-"""The factories of Higgs TTS's stages. Their signatures are what planning checks; they do not run yet."""
+"""The factories of the Higgs models' stages. This module imports no torch."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from sgl_omni.models.higgs_tts.pipeline import HiggsTtsPipelineConfig
+from sgl_omni.errors import StartupError
+from sgl_omni.models.higgs_tts.checkpoint import HiggsCheckpoint
+from sgl_omni.models.higgs_tts.preprocess import SpeechPreprocessor
+from sgl_omni.models.higgs_tts.prompts import ChatPrompts, PromptWriter, TaggedPrompts
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, Stage
+from sgl_omni.text.tokenizer import TextTokenizer
 
-_not_yet = HiggsTtsPipelineConfig.not_runnable
+if TYPE_CHECKING:
+    from sgl_omni.engine.weights import WeightStore
+
+V2_REFERENCES, V3_REFERENCES = 4, 1
+
+
+def max_references(checkpoint: HiggsCheckpoint) -> int:
+    return V2_REFERENCES if checkpoint.is_v2 else V3_REFERENCES
 
 
 def create_preprocessing(model_path: str) -> FunctionStage:
-    """Text and reference audio to prompt tokens and samples, on the host."""
-    raise _not_yet()
+    """Text to pieces of prompt ids, and every option filled in."""
+    checkpoint = HiggsCheckpoint.load(model_path)
+    tokenizer = TextTokenizer.load(checkpoint.folder)
+    prompts: PromptWriter
+    if checkpoint.is_v2:
+        prompts = ChatPrompts(tokenizer, checkpoint.config["audio_token_id"])
+        prompts.pieces("a", [], None)  # a template of another model is found now
+    else:
+        prompts = TaggedPrompts(tokenizer)
+    return FunctionStage(SpeechPreprocessor(prompts, checkpoint.defaults, max_references(checkpoint)))
 
 
-def create_audio_encoder(model_path: str, gpu_id: int | None = None, device: str = "cpu") -> Stage:
-    """A reference voice to codec frames."""
-    raise _not_yet()
+def create_audio_encoder(
+    model_path: str, gpu_id: int | None = None, device: str = "cpu", num_threads: int = 1
+) -> Stage:
+    """Recordings of voices to rows of codes, and the whole prompt."""
+    from sgl_omni.models.higgs_audio_v2.codec_encoder import CodecEncoder
+    from sgl_omni.models.higgs_tts import references
+
+    checkpoint = HiggsCheckpoint.load(model_path)
+    encoder = CodecEncoder.load(
+        checkpoint.codec_folder, checkpoint.codec, prefix=checkpoint.codec_prefix, device=device
+    )
+    voices = references.EncodedVoices(references.encoding(encoder, num_threads))
+    begin, end = checkpoint.codebook_size - 2, checkpoint.codebook_size - 1
+    if checkpoint.is_v2:
+        config = checkpoint.config
+        begin, end = config["audio_stream_bos_id"], config["audio_stream_eos_id"]
+        places = references.v2_places(
+            checkpoint.num_codebooks, config["audio_token_id"], config["audio_delay_token_id"]
+        )
+
+        def rows_of(codes: references.Codes) -> references.Codes:
+            return references.delayed(references.framed(codes, begin, end), begin, end)
+
+        return FunctionStage(references.PromptBuilder(voices, rows_of, places), concurrency=4)
+    from sgl_omni.models.higgs_tts.model import AUDIO
+
+    delay = partial(references.delayed, begin=begin, end=end)
+    return FunctionStage(references.PromptBuilder(voices, delay, references.uniform_places(AUDIO)), concurrency=4)
 
 
 def create_engine(
-    model_path: str, gpu_id: int | None = None, device: str = "cpu", engine: dict[str, Any] | None = None
+    model_path: str,
+    gpu_id: int | None = None,
+    device: str = "cpu",
+    engine: dict[str, Any] | None = None,
+    weights: WeightStore | None = None,
+    budget_bytes: int | None = None,
+    num_threads: int = 1,
 ) -> EngineStage:
-    """Prompt to codec frames of eight codebooks, each delayed by one frame more than the one before."""
-    raise _not_yet()
+    """Prompt to frames of codes, each codebook a row later than the one before."""
+    import torch
+
+    from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
+    from sgl_omni.engine.model import StepModel
+    from sgl_omni.engine.task import Task
+
+    checkpoint = HiggsCheckpoint.load(model_path)
+    options = engine or {}
+    dtype = _dtype(options.get("dtype"), device)
+    if device == "cpu":
+        torch.set_num_threads(num_threads)
+    model: StepModel
+    task: Task
+    if checkpoint.is_v2:
+        from sgl_omni.models.higgs_audio_v2.model import HiggsModel
+        from sgl_omni.models.higgs_audio_v2.task import HiggsTask
+
+        model = v2 = HiggsModel.load(checkpoint.folder, device, dtype, weights=weights)
+        task, positions = HiggsTask(v2.spec), v2.spec.decoder.max_positions
+    else:
+        from sgl_omni.models.higgs_tts.model import HiggsTts3Model
+        from sgl_omni.models.higgs_tts.task import HiggsTts3Task
+
+        model = v3 = HiggsTts3Model.load(checkpoint.folder, device, dtype, weights=weights)
+        task, positions = HiggsTts3Task(v3.spec), v3.spec.decoder.max_positions
+    model.verify_weights()
+    settings = EngineSettings.parse(options, budget_bytes=budget_bytes)
+    return EngineStage(AutoregressiveEngine.build(model, task, settings, max_positions=positions))
 
 
-def create_vocoder(model_path: str, gpu_id: int | None = None, device: str = "cpu") -> Stage:
-    """Codec frames to audio."""
-    raise _not_yet()
+def create_vocoder(model_path: str, gpu_id: int | None = None, device: str = "cpu", num_threads: int = 1) -> Stage:
+    """Codes to audio, at the asked speed."""
+    from sgl_omni.models.higgs_audio_v2.codec_decoder import CodecDecoder
+    from sgl_omni.models.higgs_tts.vocoder import HiggsVocoder
+
+    checkpoint = HiggsCheckpoint.load(model_path)
+    decoder = CodecDecoder.load(
+        checkpoint.codec_folder, checkpoint.codec, prefix=checkpoint.codec_prefix, device=device
+    )
+    return HiggsVocoder(decoder, num_threads)
+
+
+def _dtype(name: str | None, device: str) -> Any:
+    """bfloat16 on a GPU, float32 on a CPU, or as the configuration says."""
+    import torch
+
+    if name is None:
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise StartupError(f"engine.dtype {name!r} is not one of float32, bfloat16, float16")
+    return found

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
+from sgl_omni.config.tasks import SpeechTask, Tasks
+from sgl_omni.models.moss_tts_local.files import ARCHITECTURE, checked
+from sgl_omni.models.moss_tts_local.languages import CHOICES
 
 _STAGES = "sgl_omni.models.moss_tts_local.stages"
 
@@ -12,14 +15,14 @@ _STAGES = "sgl_omni.models.moss_tts_local.stages"
 class MossTTSLocalPipelineConfig(PipelineConfig):
     """MOSS-TTS-Local on one GPU: preprocessing on the host, the engine in `pipeline`, and the vocoder."""
 
-    runnable: ClassVar[bool] = False
     model_ids: ClassVar[tuple[str, ...]] = (
         "OpenMOSS-Team/MOSS-TTS-Local-Transformer-v1.5",
         "OpenMOSS-Team/MOSS-TTS-Local-Transformer",
     )
-    architectures: ClassVar[tuple[str, ...]] = ("MossTTSLocalModel",)
-    shareable_architectures: ClassVar[tuple[str, ...]] = ("MossTTSLocalModel",)
+    architectures: ClassVar[tuple[str, ...]] = (ARCHITECTURE,)
+    shareable_architectures: ClassVar[tuple[str, ...]] = (ARCHITECTURE,)
     engine_stages: ClassVar[tuple[str, ...]] = ("tts_engine",)
+    process_local_edges: ClassVar[tuple[tuple[str, str], ...]] = ()
     default_stages: ClassVar[dict[str, dict[str, Any]]] = {
         "preprocessing": {
             "factory_path": f"{_STAGES}.create_preprocessing",
@@ -42,3 +45,18 @@ class MossTTSLocalPipelineConfig(PipelineConfig):
             "terminal": True,
         },
     }
+
+    @classmethod
+    def tasks(cls, model_path: str) -> Tasks:
+        """Raises ``InvalidRequest`` that names the file or field where the checkpoint lacks something."""
+        config = checked(model_path)
+        return Tasks(
+            speech=SpeechTask(
+                voices=(),
+                default_voice=None,
+                sample_rate=config["sampling_rate"],
+                max_references=1,
+                takes_instructions=True,
+                languages=CHOICES,
+            )
+        )

@@ -1,27 +1,104 @@
-"""The factories of MOSS-TTS-Local's stages. Their signatures are what planning checks; they do not run yet."""
+"""The factories of MOSS-TTS-Local's stages. This module imports no torch."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sgl_omni.models.moss_tts_local.pipeline import MossTTSLocalPipelineConfig
-from sgl_omni.runtime.stage import EngineStage, Stage
+from sgl_omni.errors import StartupError
+from sgl_omni.models.folder import find_folder, read_json
+from sgl_omni.models.moss_tts_local.files import codec_folder
+from sgl_omni.runtime.stage import EngineStage, FunctionStage, StreamStage
 
-_not_yet = MossTTSLocalPipelineConfig.not_runnable
+if TYPE_CHECKING:
+    import torch
+
+    from sgl_omni.engine.weights import WeightStore
+
+FIRST_FRAMES, THEN_FRAMES = 3, 12
+"""Frames (of 80 ms) that are decoded together: at the beginning, so that audio is there soon, and later."""
 
 
-def create_preprocessing(model_path: str, gpu_id: int | None = None, device: str = "cpu") -> Stage:
-    """Text to prompt tokens, a reference voice to codec frames; on the host, or on a GPU where one is given."""
-    raise _not_yet()
+def create_preprocessing(
+    model_path: str, gpu_id: int | None = None, device: str = "cpu", dtype: str | None = None
+) -> FunctionStage:
+    """Text and a reference voice to rows of a prompt; the voice's encoder runs on ``device``.
+
+    ``dtype`` is the encoder's: float32 unless it is given.
+    """
+    import torch
+
+    from sgl_omni.models.moss_tts_local.codec import CodecEncoder
+    from sgl_omni.models.moss_tts_local.preprocess import ReferenceVoices, SpeechPreprocessor
+    from sgl_omni.models.moss_tts_local.prompt import PromptSpec, PromptWriter
+    from sgl_omni.text.tokenizer import TextTokenizer
+
+    folder = find_folder(model_path)
+    spec = PromptSpec.parse(read_json(folder))
+    writer = PromptWriter(spec, TextTokenizer.load(folder))
+    codec = CodecEncoder.load(codec_folder(folder), spec.num_codebooks, device, _dtype(dtype or "float32", device))
+    voices = ReferenceVoices(
+        lambda samples: codec.encode(torch.from_numpy(samples)).numpy(), codec.spec.sample_rate, codec.spec.channels
+    )
+    return FunctionStage(SpeechPreprocessor(writer, voices), concurrency=4)
 
 
 def create_engine(
-    model_path: str, gpu_id: int | None = None, device: str = "cpu", engine: dict[str, Any] | None = None
+    model_path: str,
+    gpu_id: int | None = None,
+    device: str = "cpu",
+    engine: dict[str, Any] | None = None,
+    weights: WeightStore | None = None,
+    budget_bytes: int | None = None,
+    default_max_frames: int = 4096,
 ) -> EngineStage:
-    """Prompt to codec frames: a temporal transformer per frame, a local one over its codebooks."""
-    raise _not_yet()
+    """Prompts to frames of codes, at most ``default_max_frames`` where a request says nothing else."""
+    from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
+    from sgl_omni.engine.task import HandOver
+    from sgl_omni.models.moss_tts_local.model import MossModel
+    from sgl_omni.models.moss_tts_local.task import MossTask
+
+    settings = EngineSettings.parse(engine or {}, budget_bytes=budget_bytes)
+    model = MossModel.load(
+        find_folder(model_path), device, _dtype((engine or {}).get("dtype"), device), weights=weights
+    )
+    task = MossTask(model.spec, default_max_frames=default_max_frames, hand_over=HandOver(FIRST_FRAMES, THEN_FRAMES))
+    positions = model.spec.decoder.max_positions
+    return EngineStage(AutoregressiveEngine.build(model, task, settings, max_positions=positions))
 
 
-def create_vocoder(model_path: str, gpu_id: int | None = None, device: str = "cpu") -> Stage:
-    """Codec frames to audio."""
-    raise _not_yet()
+def create_vocoder(
+    model_path: str,
+    gpu_id: int | None = None,
+    device: str = "cpu",
+    dtype: str | None = None,
+    max_batch: int | None = None,
+) -> StreamStage[Any]:
+    """Frames of codes to audio, at the asked speed.
+
+    ``max_batch``: requests that are decoded together; 32 on a GPU unless it is given. Elsewhere it is 1, and a
+    request's audio the same bits whatever else is spoken.
+    """
+    from sgl_omni.engine.task import HandOver
+    from sgl_omni.models.moss_tts_local.codec import CodecDecoder
+    from sgl_omni.models.moss_tts_local.vocoder import MossVocoder
+
+    folder = find_folder(model_path)
+    books = read_json(folder)["n_vq"]
+    codec = CodecDecoder.load(codec_folder(folder), books, device, _dtype(dtype, device))
+    if max_batch is None:
+        max_batch = 32 if device.startswith("cuda") else 1
+    if max_batch < 1:
+        raise StartupError(f"max_batch must be 1 or more, not {max_batch}")
+    return MossVocoder(codec, books, HandOver(FIRST_FRAMES, THEN_FRAMES), max_batch)
+
+
+def _dtype(name: str | None, device: str) -> torch.dtype:
+    """By default bfloat16 on a GPU, and float32 elsewhere."""
+    import torch
+
+    if name is None:
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in known:
+        raise StartupError(f"dtype {name!r} is not one of {', '.join(known)}")
+    return known[name]

@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
+from sgl_omni.config.tasks import ChatTask, Tasks
+from sgl_omni.models.qwen3_omni.prompt_spec import ARCHITECTURE, SAMPLE_RATE, PromptSpec
 
 _STAGES = "sgl_omni.models.qwen3_omni.stages"
 
@@ -18,9 +20,8 @@ _STAGES = "sgl_omni.models.qwen3_omni.stages"
 class Qwen3OmniSpeechPipelineConfig(PipelineConfig):
     """Qwen3-Omni with speech output: encoders and thinker on GPU 0, the speech stages on GPU 1."""
 
-    runnable: ClassVar[bool] = False
     model_ids: ClassVar[tuple[str, ...]] = ("Qwen/Qwen3-Omni-30B-A3B-Instruct",)
-    architectures: ClassVar[tuple[str, ...]] = ("Qwen3OmniMoeForConditionalGeneration",)
+    architectures: ClassVar[tuple[str, ...]] = (ARCHITECTURE,)
     engine_stages: ClassVar[tuple[str, ...]] = ("thinker", "talker_ar")
     default_stages: ClassVar[dict[str, dict[str, Any]]] = {
         "preprocessing": {
@@ -71,3 +72,18 @@ class Qwen3OmniSpeechPipelineConfig(PipelineConfig):
     }
     # No fraction suits every card: 30 billion parameters in bfloat16 are most of 80 GB and under half of 141 GB.
     default_placement: ClassVar[dict[str, Any]] = {"require_memory_fraction_for_colocation": False}
+
+    @classmethod
+    def tasks(cls, model_path: str) -> Tasks:
+        """Raises ``InvalidRequest`` that names what the folder lacks, speech included."""
+        spec = PromptSpec.load(model_path)
+        return Tasks(
+            chat=ChatTask(
+                text_output="decode",
+                audio_output="code2wav",
+                inputs=("text", "image", "audio", "video"),
+                voices=spec.voices,
+                default_voice=spec.default_voice,
+                sample_rate=SAMPLE_RATE,
+            )
+        )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.code_predictor import Choose, CodePredictor, CodeSampling, greedy
-from sgl_omni.engine.decoder import Decoder, materialise
+from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Projection, parameter
 from sgl_omni.engine.model import StepModel
@@ -20,6 +20,7 @@ from sgl_omni.engine.repetition import penalise, seen_ids
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.sampler import SamplingBatch
+from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
 from sgl_omni.models.qwen3_omni.spec import TalkerSpec
 
 _PREDICTOR = CodeSampling(temperature=1.0, top_k=50, top_p=0.8)
@@ -35,6 +36,7 @@ class TalkerModel(nn.Module, StepModel):
         self.axes = spec.decoder.rope.num_axes
         self.seen_vocabulary = spec.decoder.vocab_size
         hidden_size, vocabulary = spec.decoder.hidden_size, spec.decoder.vocab_size
+        self._weights: WeightStore = OwnWeights()
         self.decoder = Decoder(spec.decoder)
         self.predictor = CodePredictor(spec.predictor, spec.num_codes - 1)
         self.codec_embedding = parameter(vocabulary, hidden_size)
@@ -46,14 +48,37 @@ class TalkerModel(nn.Module, StepModel):
         """The thinker's embeddings of the marks that frame spoken text: begin, end, padding."""
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> TalkerModel:
-        """Reads the talker of a whole checkpoint, and three rows of the thinker's embedding."""
+    def load(
+        cls,
+        folder: Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        weights: WeightStore | None = None,
+        policy: SharePolicy | None = None,
+    ) -> TalkerModel:
+        """Reads the talker of a whole checkpoint, and three rows of the thinker's embedding.
+
+        Its tensors live where ``weights`` says, in memory of their own by default.
+        """
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(TalkerSpec.parse(checkpoint.config()))
-        materialise(model, device, dtype)
-        checkpoint.load(model.slots(), prefix="talker.")
+        store = weights or OwnWeights()
+        load_module(
+            model,
+            store,
+            lambda: checkpoint.load(model.slots(), prefix="talker."),
+            device=device,
+            dtype=dtype,
+            policy=policy,
+            fingerprint=checkpoint.fingerprint(),
+        )
+        model._weights = store
         return model.eval()
+
+    def verify_weights(self) -> None:
+        self._weights.verify(tensors_of(self))
 
     @torch.inference_mode()
     def marks(self) -> Tensor:

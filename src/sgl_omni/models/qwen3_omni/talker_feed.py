@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sgl_omni.engine.interface import Payload
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.qwen3_omni.spec import TalkerSpec
 from sgl_omni.models.qwen3_omni.talker import TalkerModel
-
-HEADER = 3
-"""Rows that begin the assistant's turn: start, assistant, new line. The answer's first token comes after them."""
+from sgl_omni.models.qwen3_omni.turns import HEADER, rows_of_users
 
 
 class TalkerFeed:
@@ -21,12 +19,14 @@ class TalkerFeed:
 
     The thinker's rows are [n, 2, thinker's hidden]: the input of layer 0 and that of the ``accept_layer``. The talker
     hears the users' turns, text by the first and media by the second, then its voice and the answer's first token;
-    every further token is added to one output, and the mark of the end after the last. Media must be of one axis:
-    the talker's positions count rows.
+    every further token is added to one output, and the mark of the end after the last.
     """
 
-    def __init__(self, model: TalkerModel, prompt_ids: Sequence[int], speaker: str) -> None:
-        """Raises ``InvalidRequest`` for an unknown voice, or a prompt that does not end with a header."""
+    def __init__(self, model: TalkerModel, prompt_ids: Sequence[int], speaker: str, positions: Any = None) -> None:
+        """``positions`` int64 [3, rows]: where the talker's prompt has rows of pictures; else they count rows.
+
+        Raises ``InvalidRequest`` for an unknown voice, or a prompt that does not end with a header.
+        """
         spec = model.spec
         if speaker.lower() not in spec.speakers:
             raise InvalidRequest(f"voice {speaker!r} is not one of {', '.join(sorted(spec.speakers))}", param="voice")
@@ -34,8 +34,9 @@ class TalkerFeed:
             raise InvalidRequest("the prompt must end with the header of the assistant's turn", param="prompt_ids")
         self._model = model
         self._speaker = spec.speakers[speaker.lower()]
-        self._heard = torch.tensor(_of_users(prompt_ids, spec), dtype=torch.int64)
+        self._heard = torch.tensor(rows_of_users(prompt_ids, spec.start_id, spec.user_id), dtype=torch.int64)
         self._is_media = torch.tensor([prompt_ids[i] in spec.media_ids for i in self._heard.tolist()], dtype=torch.bool)
+        self._positions = {} if positions is None else {"positions": positions}
         self._length = len(prompt_ids)
         self._rows: list[Tensor] = []
         self._seen = 0
@@ -47,7 +48,7 @@ class TalkerFeed:
 
         The first payload opens the request and the others extend it.
         """
-        rows = rows.to(self._model.device)
+        rows = rows.to(self._model.head)
         self._seen += len(rows)
         if self._begun:
             return {"added_embeddings": self._model.text_projection(rows[:, 0])} if len(rows) else None
@@ -61,6 +62,7 @@ class TalkerFeed:
             "prompt_embeddings": self._prompt(known[: self._length + 1]),
             "added_embeddings": self._model.text_projection(known[self._length + 1 :, 0]),
             "input_open": True,
+            **self._positions,
         }
 
     def end(self) -> Payload | None:
@@ -78,14 +80,3 @@ class TalkerFeed:
         text = torch.cat([padding.expand(4, -1), begin[None], own[HEADER:]])
         ids = torch.tensor([*spec.think_ids, self._speaker, spec.pad_id, spec.bos_id], device=known.device)
         return torch.cat([users, own[:HEADER], text + model.codec_embedding[ids]])
-
-
-def _of_users(prompt_ids: Sequence[int], spec: TalkerSpec) -> list[int]:
-    """Places of all users' turns, headers included."""
-    places, is_user = [], False
-    for i, token in enumerate(prompt_ids):
-        if token == spec.start_id:
-            is_user = i + 1 < len(prompt_ids) and prompt_ids[i + 1] == spec.user_id
-        if is_user:
-            places.append(i)
-    return places

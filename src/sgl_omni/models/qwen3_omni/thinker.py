@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
-from sgl_omni.engine.checkpoint import Checkpoint
-from sgl_omni.engine.decoder import materialise
+from sgl_omni.engine.checkpoint import read_config
 from sgl_omni.engine.model import CausalModel
+from sgl_omni.engine.shard import Shard
+from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.qwen3_omni.spec import parse_multi_axis
+from sgl_omni.models.text_llm.model import TextModel
 
 
 def load_thinker(
@@ -19,15 +21,24 @@ def load_thinker(
     dtype: torch.dtype = torch.float32,
     *,
     kept_layers: Sequence[int] = (),
+    shard: Shard | None = None,
+    weights: WeightStore | None = None,
+    policy: SharePolicy | None = None,
 ) -> CausalModel:
-    """Reads the language model of a whole checkpoint, and none of its encoders.
+    """Reads the language model of a whole checkpoint, and none of its encoders; of its layers this ``shard``'s part.
 
-    A talker wants ``kept_layers`` 0 and its own ``accept_layer``.
+    A talker wants ``kept_layers`` 0 and its own ``accept_layer``. Its tensors live where ``weights`` says.
     """
-    checkpoint = Checkpoint(folder)
-    with torch.device("meta"):
-        config = parse_multi_axis(checkpoint.config()["thinker_config"]["text_config"])
-        model = CausalModel(config, kept_layers=kept_layers)
-    materialise(model, device, dtype)
-    checkpoint.load(model.slots("thinker.model.", "thinker.lm_head"), prefix="thinker.model.")
-    return model.eval()
+    return TextModel.load(
+        folder,
+        device,
+        dtype,
+        prefix="thinker.model.",
+        head="thinker.lm_head",
+        config=parse_multi_axis(read_config(folder)["thinker_config"]["text_config"]),
+        within="thinker.model.",
+        kept_layers=kept_layers,
+        shard=shard,
+        weights=weights,
+        policy=policy,
+    )

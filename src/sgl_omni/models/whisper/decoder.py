@@ -3,64 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sgl_omni.engine.attention import Attend
-from sgl_omni.engine.checkpoint import Checkpoint, Slot, read_config
+from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.cross_attention import CrossAttend, SourceShape
-from sgl_omni.engine.decoder import materialise
+from sgl_omni.engine.device_rows import Field
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import parameter
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_state import RowState
-from sgl_omni.errors import StartupError
+from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
+from sgl_omni.models.whisper.rules import WhisperRules, next_times_rows
+from sgl_omni.models.whisper.spec import ARCHITECTURE, WhisperSpec
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WhisperSpec:
-    """``suppressed`` ids are never said, ``suppressed_first`` not as the first output."""
-
-    width: int
-    num_layers: int
-    num_heads: int
-    feed_size: int
-    vocab_size: int
-    max_positions: int
-    max_frames: int
-    eos_id: int
-    suppressed: tuple[int, ...] = ()
-    suppressed_first: tuple[int, ...] = ()
-
-    @classmethod
-    def parse(cls, config: Mapping[str, Any], generation: Mapping[str, Any]) -> WhisperSpec:
-        """Reads ``config.json`` and ``generation_config.json``. Raises ``StartupError`` for what is not Whisper."""
-        if config.get("model_type") != "whisper":
-            raise StartupError(f"model type {config.get('model_type')!r} is not whisper")
-        if config.get("activation_function", "gelu") != "gelu":
-            raise StartupError(f"activation {config['activation_function']!r} is not supported; the decoder has gelu")
-        return cls(
-            width=config["d_model"],
-            num_layers=config["decoder_layers"],
-            num_heads=config["decoder_attention_heads"],
-            feed_size=config["decoder_ffn_dim"],
-            vocab_size=config["vocab_size"],
-            max_positions=config["max_target_positions"],
-            max_frames=config["max_source_positions"],
-            eos_id=config["eos_token_id"],
-            suppressed=tuple(generation.get("suppress_tokens") or ()),
-            suppressed_first=tuple(generation.get("begin_suppress_tokens") or ()),
-        )
-
-    @property
-    def kv_shape(self) -> KVShape:
-        return KVShape(self.num_layers, self.num_heads, self.width // self.num_heads)
+SHARE_POLICY = SharePolicy(ARCHITECTURE, remarks="tables of the ids that may not be said")
 
 
 class _Linear(nn.Module):
@@ -142,7 +104,10 @@ class WhisperLayer(nn.Module):
 
 
 class WhisperDecoder(nn.Module, StepModel):
-    """Tokens in, logits over tokens out; the head is the embedding."""
+    """Tokens in, logits over tokens out; the head is the embedding.
+
+    A request's ``frame_limit`` is its sequence's ``Mode``, and its ``frame_end`` its ``times``; see ``rules``.
+    """
 
     def __init__(self, spec: WhisperSpec) -> None:
         super().__init__()
@@ -151,28 +116,48 @@ class WhisperDecoder(nn.Module, StepModel):
         self.position_embedding = parameter(spec.max_positions, spec.width)
         self.layers = nn.ModuleList(WhisperLayer(i, spec) for i in range(spec.num_layers))
         self.norm = _LayerNorm(spec.width)
-        self._forbidden: Tensor | None = None
+        self._rules: WhisperRules | None = None
+        self._weights: WeightStore = OwnWeights()
 
     @classmethod
     def load(
-        cls, folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+        cls,
+        folder: Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        weights: WeightStore | None = None,
     ) -> WhisperDecoder:
-        """Reads the decoder of a checkpoint, and not its encoder."""
+        """Reads the decoder of a checkpoint, and not its encoder; its tensors live where ``weights`` says."""
         checkpoint = Checkpoint(folder)
-        generation = read_config(folder, "generation_config.json")
         with torch.device("meta"):
-            model = cls(WhisperSpec.parse(checkpoint.config(), generation))
-        materialise(model, device, dtype)
-        for name, value in model.named_parameters():
-            if name.endswith("bias"):
-                value.zero_()  # those of keys are not on disk
-        checkpoint.load(model.slots(), prefix="model.decoder.")
+            model = cls(WhisperSpec.load(folder))
+
+        def read() -> None:
+            for name, value in model.named_parameters():
+                if name.endswith("bias"):
+                    value.zero_()  # those of keys are not on disk
+            checkpoint.load(model.slots(), prefix="model.decoder.")
+
+        load_module(
+            model,
+            weights or OwnWeights(),
+            read,
+            device=device,
+            dtype=dtype,
+            policy=SHARE_POLICY,
+            fingerprint=checkpoint.fingerprint(),
+        )
+        model._weights = weights or OwnWeights()
         return model.eval()
+
+    def verify_weights(self) -> None:
+        self._weights.verify(tensors_of(self))
 
     @property
     def kv_shape(self) -> KVShape:
-        kv = self.spec.kv_shape
-        return KVShape(kv.layers, kv.kv_heads, kv.head_dim, self.embedding.dtype)
+        spec = self.spec
+        return KVShape(spec.num_layers, spec.num_heads, spec.width // spec.num_heads, self.embedding.dtype)
 
     @property
     def source_shape(self) -> SourceShape:
@@ -202,25 +187,22 @@ class WhisperDecoder(nn.Module, StepModel):
         return F.linear(hidden, self.embedding)[:, None]
 
     def rule(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        first = torch.tensor([not request.outputs for request in requests], device=logits.device)
-        return self.without_suppressed(logits, first)
+        facts = [(request.frame_limit, not request.outputs, request.frame_end) for request in requests]
+        modes, first, times = torch.tensor(facts, dtype=torch.int64, device=logits.device).T
+        return self.rules(logits, modes, first != 0, times)
 
     def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
-        return self.without_suppressed(logits, state.steps == 0)
+        modes = state.fields[:, Field.LIMIT].to(torch.int64)
+        return self.rules(logits, modes, state.steps == 0, state.ends)
 
-    def without_suppressed(self, logits: Tensor, first: Tensor) -> Tensor:
-        """Logits [n, 1, vocabulary] without what may not be said; ``first`` bool [n]: whether nothing has been yet."""
-        if self._forbidden is None:
-            self._forbidden = self._marked().to(logits.device)
-        never, not_first = self._forbidden
-        return logits.masked_fill(never | (not_first & first[:, None, None]), float("-inf"))
+    def finish_rows(self, ids: Tensor, hidden: Tensor, state: RowState) -> tuple[Tensor, Tensor | None]:
+        return ids, next_times_rows(state.ends, ids[:, 0], self.spec.timestamp_begin)
 
-    def _marked(self) -> Tensor:
-        """bool [2, vocabulary]: the ids that are never said, and those that do not begin."""
-        marked = torch.zeros(2, self.spec.vocab_size, dtype=torch.bool)
-        marked[0, list(self.spec.suppressed)] = True
-        marked[1, list(self.spec.suppressed_first)] = True
-        return marked
+    @property
+    def rules(self) -> WhisperRules:
+        if self._rules is None:
+            self._rules = WhisperRules(self.spec, self.device)
+        return self._rules
 
     def slots(self) -> Iterator[Slot]:
         prefix = "model.decoder."

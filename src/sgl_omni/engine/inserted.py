@@ -1,0 +1,87 @@
+"""Rows of a prompt that another stage made: they stand in the places of ids, and some are added between layers too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgl_omni.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from sgl_omni.engine.request import Chunk
+
+
+class LayerRows(NamedTuple):
+    """What is added between layers in one pass: ``rows`` [levels, k, hidden] to the pass's rows ``at`` int64 [k].
+
+    Level i is added to what layer i hands on.
+    """
+
+    at: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inserted:
+    """``rows`` [m, hidden] stand at the prompt's places ``at`` int64 [m] instead of what their ids say.
+
+    ``layered`` [levels, k, hidden] are added between layers at the places ``layered_at`` int64 [k]. Places ascend.
+    """
+
+    at: Tensor
+    rows: Tensor
+    layered_at: Tensor
+    layered: Tensor
+
+    def check(self, length: int) -> None:
+        """Raises ``InvalidRequest`` where this does not fit a prompt of so many rows."""
+        for places, rows, name in (
+            (self.at, self.rows, "inserted_embeddings"),
+            (self.layered_at, self.layered, "layered_embeddings"),
+        ):
+            if places.dim() != 1 or places.shape[0] != rows.shape[-2]:
+                raise InvalidRequest(f"{name} must have one row a place, not {[*rows.shape]}", param=name)
+            ascends = bool((places[1:] > places[:-1]).all())
+            if len(places) and not (ascends and int(places[0]) >= 0 and int(places[-1]) < length):
+                raise InvalidRequest(f"the places of {name} must ascend within the prompt's {length} rows", param=name)
+            if not bool(torch.isfinite(rows).all()):
+                raise InvalidRequest(f"{name} are not all finite", param=name)
+
+    def rows_between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Of the prompt's rows ``start`` to ``stop``: places int64 [n] counted from ``start``, and their rows."""
+        part = _part(self.at, start, stop)
+        return self.at[part] - start, self.rows[part]
+
+    def layered_between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Likewise what is added between layers: places int64 [n], and rows [levels, n, hidden]."""
+        part = _part(self.layered_at, start, stop)
+        return self.layered_at[part] - start, self.layered[:, part]
+
+    def content(self, start: int, stop: int) -> list[Tensor]:
+        """All that is known of the prompt's rows ``start`` to ``stop``, for a hash."""
+        return [*self.rows_between(start, stop), *self.layered_between(start, stop)]
+
+
+def layer_rows(chunks: Sequence[Chunk], device: torch.device, first: int = 0) -> LayerRows | None:
+    """What the prompts of a pass add between layers, if anything; the chunks' rows begin at row ``first`` of it."""
+    places: list[Tensor] = []
+    parts: list[Tensor] = []
+    at = first
+    for chunk in chunks:
+        inserted = chunk.request.prompt.inserted
+        if inserted is not None:
+            own, rows = inserted.layered_between(chunk.start, chunk.stop)
+            if len(own):
+                places.append(own + at)
+                parts.append(rows.to(device))
+        at += chunk.length
+    return LayerRows(torch.cat(places).to(device), torch.cat(parts, 1)) if places else None
+
+
+def _part(places: Tensor, start: int, stop: int) -> slice:
+    low, high = torch.searchsorted(places, torch.tensor([start, stop])).tolist()
+    return slice(low, high)

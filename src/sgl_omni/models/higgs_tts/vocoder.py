@@ -1,0 +1,154 @@
+"""The vocoder stage: codes of a request in, audio out, chunk by chunk; many requests are decoded together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sgl_omni.models.higgs_audio_v2.codec_decoder import CodecDecoder
+from sgl_omni.runtime.stage import Payload, Request, StreamStage
+
+if TYPE_CHECKING:
+    from sgl_omni.audio.stretch import TimeStretch
+
+Samples = NDArray[np.float32]
+
+FIRST_CUTS = (4, 12)
+CHUNK_FRAMES = 24
+"""Frames of a chunk after the first two, which are shorter so that sound comes soon."""
+
+MOST_STREAMS = 32
+
+
+def cut_after(start: int) -> int:
+    """The frame that the chunk which begins at ``start`` ends before. It depends on nothing else, so a request's audio
+    does not depend on how its codes were grouped on arrival."""
+    return next((cut for cut in FIRST_CUTS if start < cut), start + CHUNK_FRAMES)
+
+
+@dataclass(slots=True)
+class VocoderState:
+    """The codes [frames, codebooks] so far, and how many frames are decoded."""
+
+    codes: NDArray[np.int16]
+    start: int = 0
+    stretch: TimeStretch | None = None
+    opened: bool = False
+
+
+class HiggsVocoder(StreamStage[VocoderState]):
+    """Takes chunks ``{"codes": [n, codebooks]}``, with ``speed`` where it is not 1, and yields
+    ``{"audio", "sample_rate"}``.
+
+    A chunk is decoded with all the frames around it that its samples depend on, so the joins are those of decoding
+    everything at once, but for the rounding of sums in another order.
+    """
+
+    def __init__(self, decoder: CodecDecoder, num_threads: int = 1) -> None:
+        self._decoder = decoder
+        self._num_threads = num_threads
+        self._before, self._after = decoder.spec.context
+        self._on_gpu = decoder.device.type == "cuda"
+        # On a CPU each window is decoded by itself, which makes its samples the same bits in every company.
+        self._queue = DecodeQueue(decoder, MOST_STREAMS if self._on_gpu else 1)
+        self.concurrency = MOST_STREAMS if self._on_gpu else 1
+
+    def open(self, request: Request) -> VocoderState:
+        return VocoderState(np.zeros((0, self._decoder.spec.num_codebooks), np.int16))
+
+    def feed(self, state: VocoderState, chunk: Payload) -> Iterable[Payload]:
+        if not self._on_gpu:  # OpenMP keeps the count per thread
+            torch.set_num_threads(self._num_threads)
+        if not state.opened:
+            state.opened = True
+            state.stretch = self._stretch(chunk.get("speed", 1.0))
+        state.codes = np.concatenate([state.codes, chunk["codes"]])
+        yield from self._decode(state, len(state.codes) - self._after)
+
+    def flush(self, state: VocoderState) -> Iterable[Payload]:
+        yield from self._decode(state, len(state.codes), last=True)
+        if state.stretch:
+            yield from self._emit(state.stretch.flush())
+
+    def result(self, state: VocoderState, payload: Payload) -> Payload:
+        return payload
+
+    def _decode(self, state: VocoderState, ready: int, last: bool = False) -> Iterator[Payload]:
+        """Chunks that end at frame ``ready`` at the latest; with ``last`` the one that ``ready`` cuts short too."""
+        hop = self._decoder.spec.hop
+        while (end := cut_after(state.start)) <= ready or (last and state.start < ready):
+            end = min(end, len(state.codes))
+            first = max(0, state.start - self._before)
+            audio = self._queue.decode(state.codes[first : end + self._after])
+            audio = audio[(state.start - first) * hop : (end - first) * hop]
+            state.start = end
+            yield from self._emit(state.stretch.feed(audio) if state.stretch else audio)
+
+    def _emit(self, audio: Samples) -> Iterator[Payload]:
+        if len(audio):
+            yield {"audio": np.clip(audio, -1.0, 1.0), "sample_rate": self._decoder.spec.sample_rate}
+
+    def _stretch(self, speed: float) -> TimeStretch | None:
+        if speed == 1.0:
+            return None
+        from sgl_omni.audio.stretch import TimeStretch
+
+        return TimeStretch(speed, self._decoder.spec.sample_rate)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """Codes [frames, codebooks] to decode."""
+
+    codes: NDArray[np.int16]
+    audio: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
+    error: Exception | None = None
+    done: bool = False
+
+
+class DecodeQueue:
+    """Decodes windows of many threads together: whoever has the turn takes along those of the same length that wait."""
+
+    def __init__(self, decoder: CodecDecoder, most: int) -> None:
+        self._decoder = decoder
+        self._most = most
+        self._waiting: list[_Job] = []
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+
+    def decode(self, codes: NDArray[np.int16]) -> Samples:
+        """codes [frames, codebooks] -> float32 [frames * hop]. Raises what decoding raised."""
+        job = _Job(codes)
+        with self._lock:
+            self._waiting.append(job)
+        with self._turn:
+            if not job.done:
+                self._run(self._take(job))
+        if job.error is not None:
+            raise job.error
+        return job.audio
+
+    def _take(self, job: _Job) -> list[_Job]:
+        with self._lock:
+            same = [each for each in self._waiting if each is not job and len(each.codes) == len(job.codes)]
+            taken = [job, *same[: self._most - 1]]
+            self._waiting = [each for each in self._waiting if not any(each is one for one in taken)]
+        return taken
+
+    def _run(self, jobs: list[_Job]) -> None:
+        try:
+            stacked = np.stack([job.codes for job in jobs]).astype(np.int64)
+            audio = self._decoder.decode(torch.from_numpy(stacked).to(self._decoder.device)).cpu().numpy()
+            for job, samples in zip(jobs, audio, strict=True):
+                job.audio = samples
+        except Exception as error:  # noqa: BLE001 - each of the threads that wait must learn of it
+            for job in jobs:
+                job.error = error
+        for job in jobs:
+            job.done = True

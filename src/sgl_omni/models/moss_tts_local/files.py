@@ -1,0 +1,64 @@
+"""Where a checkpoint's parts lie, and a look at all of them before anything starts. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.models.folder import check_folder, check_weights, find_folder, read_json
+from sgl_omni.models.moss_tts_local.codec_spec import CodecSpec
+
+ARCHITECTURE = "MossTTSLocalModel"
+_CODEC_ID = "OpenMOSS-Team/MOSS-Audio-Tokenizer-v2"
+_FIELDS = (
+    "qwen3_config.hidden_size",
+    "gpt2_config.n_embd",
+    "n_vq",
+    "sampling_rate",
+    "im_start_token_id",
+    "im_end_token_id",
+    "audio_start_token_id",
+    "audio_end_token_id",
+    "audio_user_slot_token_id",
+    "audio_assistant_slot_token_id",
+)
+
+
+def checked(model_path: str) -> dict[str, Any]:
+    """The model's config. Raises ``InvalidRequest`` that names the file or field that is missing or wrong."""
+    folder = find_folder(model_path)
+    config = check_folder(folder, (ARCHITECTURE,), fields=_FIELDS)
+    codec = codec_folder(folder)
+    try:
+        spec = CodecSpec.parse(read_json(codec))
+    except StartupError as error:
+        raise InvalidRequest(f"{codec / 'config.json'}: {error}", param="model_path") from error
+    check_weights(codec)
+    if spec.sample_rate != config["sampling_rate"]:
+        raise InvalidRequest(
+            f"{folder / 'config.json'}: sampling_rate is {config['sampling_rate']}, and the audio tokenizer in {codec} "
+            f"has {spec.sample_rate}",
+            param="model_path",
+        )
+    return config
+
+
+def codec_folder(folder: Path) -> Path:
+    """The audio tokenizer of a model: ``audio_tokenizer`` in its folder, or what its config names: a folder, or a
+    downloaded model. Raises ``InvalidRequest`` where it is not there."""
+    own = folder / "audio_tokenizer"
+    if own.is_dir():
+        return find_folder(str(own))
+    named = read_json(folder).get("audio_tokenizer_name_or_path") or _CODEC_ID
+    inside = folder / str(named)
+    if inside.is_dir():
+        return find_folder(str(inside))
+    try:
+        return find_folder(str(named))
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"the audio tokenizer {str(named)!r} of {folder} is neither a folder nor a downloaded model; download it "
+            f"with `hf download {named}`, or put it into {own}",
+            param="model_path",
+        ) from error

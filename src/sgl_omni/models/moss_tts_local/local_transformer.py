@@ -1,0 +1,114 @@
+"""The transformer over the codebooks of one frame: layers with norms, biases and a plain MLP, as GPT-2 has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sgl_omni.engine.checkpoint import Slot
+from sgl_omni.engine.code_predictor import FixedCache
+from sgl_omni.engine.kv_cache import KVShape
+from sgl_omni.engine.layers import parameter
+from sgl_omni.models.moss_tts_local.pairs import rotate_pairs, rotation_of
+from sgl_omni.models.moss_tts_local.spec import LocalSpec
+
+
+class _Linear(nn.Module):
+    def __init__(self, in_size: int, out_size: int) -> None:
+        super().__init__()
+        self.weight = parameter(out_size, in_size)
+        self.bias = parameter(out_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def slots(self, name: str) -> Iterator[Slot]:
+        yield Slot(f"{name}.weight", self.weight, tuple(self.weight.shape))
+        yield Slot(f"{name}.bias", self.bias, tuple(self.bias.shape))
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = parameter(size)
+        self.bias = parameter(size)
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)
+
+    def slots(self, name: str) -> Iterator[Slot]:
+        yield Slot(f"{name}.weight", self.weight, tuple(self.weight.shape))
+        yield Slot(f"{name}.bias", self.bias, tuple(self.bias.shape))
+
+
+class _Layer(nn.Module):
+    def __init__(self, index: int, spec: LocalSpec) -> None:
+        super().__init__()
+        self._index = index
+        self._head_dim = spec.head_dim
+        self._gated = spec.activation == "silu"
+        size = spec.hidden_size
+        self.attention_norm = _Norm(size, spec.norm_eps)
+        self.qkv = _Linear(size, 3 * size)
+        self.out = _Linear(size, size)
+        self.mlp_norm = _Norm(size, spec.norm_eps)
+        self.up = _Linear(size, spec.intermediate_size)
+        self.down = _Linear(spec.intermediate_size, size)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: FixedCache, start: int) -> Tensor:
+        """x [n, count, hidden]: places ``start`` to ``start + count`` of n frames."""
+        n, count, _ = x.shape
+        parts = self.qkv(self.attention_norm(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in parts)
+        q, k = rotate_pairs(q, rotation), rotate_pairs(k, rotation)
+        attend = cache.at(start, count)
+        mixed = attend(self._index, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+        x = x + self.out(mixed.reshape(n, count, -1))
+        inner = self.up(self.mlp_norm(x))
+        inner = F.silu(inner) if self._gated else F.gelu(inner, approximate="tanh")
+        fed: Tensor = self.down(inner)
+        return x + fed
+
+    def slots(self, name: str) -> Iterator[Slot]:
+        yield from self.attention_norm.slots(f"{name}.ln_1")
+        yield from self.qkv.slots(f"{name}.attn.c_attn")
+        yield from self.out.slots(f"{name}.attn.c_proj")
+        yield from self.mlp_norm.slots(f"{name}.ln_2")
+        yield from self.up.slots(f"{name}.mlp.fc_in")
+        yield from self.down.slots(f"{name}.mlp.fc_out")
+
+
+class LocalTransformer(nn.Module):
+    """Embeddings of a frame's places in, hidden states of the same places out."""
+
+    def __init__(self, spec: LocalSpec) -> None:
+        super().__init__()
+        self._spec = spec
+        self.layers = nn.ModuleList(_Layer(i, spec) for i in range(spec.num_layers))
+        self.norm = _Norm(spec.hidden_size, spec.norm_eps)
+
+    def cache(self, places: int, like: Tensor) -> FixedCache:
+        """Room for frames ``like`` [n, ...] of so many places."""
+        spec = self._spec
+        shape = KVShape(spec.num_layers, spec.num_heads, spec.head_dim, like.dtype)
+        return FixedCache(shape, like.shape[0], places, like)
+
+    def forward(self, x: Tensor, cache: FixedCache, start: int = 0) -> Tensor:
+        """x [n, count, hidden] at places from ``start`` on -> [n, count, hidden], normed."""
+        positions = torch.arange(start, start + x.shape[1], device=x.device)
+        rotation = rotation_of(positions, self._spec.head_dim, self._spec.rope_theta)
+        for layer in self.layers:
+            x = layer(x, rotation, cache, start)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def slots(self, prefix: str) -> Iterator[Slot]:
+        """``prefix`` ends with a dot."""
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, _Layer)
+            yield from layer.slots(f"{prefix}h.{i}")
+        yield from self.norm.slots(f"{prefix}ln_f")

@@ -1,0 +1,47 @@
+"""Towers and vocoder, transformers' own modules: parts of a checkpoint, found by what they are called on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_omni.engine.checkpoint import Checkpoint, Slot
+from sgl_omni.errors import StartupError
+
+_COMPUTED = ("*.inv_freq", "*positional_embedding.positional_embedding", "*code_offset")
+"""Buffers that a module makes itself, and that older files hold all the same."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_of(asked: str | None, device: str) -> torch.dtype:
+    """float32 on a CPU and bfloat16 on a GPU, unless something else is asked for."""
+    if asked is None:
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    if asked not in DTYPES:
+        raise StartupError(f"dtype {asked!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[asked]
+
+
+def load_part(
+    architecture: Any, config: Any, folder: Path, prefix: str, device: str, dtype: torch.dtype = torch.float32
+) -> Any:
+    """A module of transformers with the tensors that lie below ``prefix`` of the checkpoint, each exactly once.
+
+    Raises ``CheckpointError`` that names tensors that are missing, unknown or of another shape.
+    """
+    with torch.device(device):
+        module: nn.Module = architecture._from_config(config, dtype=dtype)
+    slots = [Slot(prefix + name, tensor, tuple(tensor.shape)) for name, tensor in module.state_dict().items()]
+    Checkpoint(folder).load(slots, prefix=prefix, ignore=_COMPUTED)
+    return module.eval().requires_grad_(False)
+
+
+def whole_config(folder: Path) -> Any:
+    """The checkpoint's config as transformers reads it."""
+    from transformers import Qwen3OmniMoeConfig
+
+    return Qwen3OmniMoeConfig.from_pretrained(folder)

@@ -1,0 +1,222 @@
+"""The Higgs audio tokenizer against transformers' own class, and its decoding in chunks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import tiny_higgs as tiny
+
+from sgl_omni.engine.checkpoint import CheckpointError
+from sgl_omni.errors import InvalidRequest
+from sgl_omni.models.higgs_audio_v2.codec_decoder import CodecDecoder
+from sgl_omni.models.higgs_audio_v2.codec_encoder import CodecEncoder, resample
+from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
+from sgl_omni.models.higgs_tts.vocoder import DecodeQueue, HiggsVocoder, cut_after
+
+SPEC = CodecSpec.parse(tiny.CODEC, "tiny")
+TOLERANCE = 5e-6
+"""Of samples whose largest is about one: sums in another order."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("codec")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    codec = tiny.reference_codec()
+    codec.save_pretrained(folder)
+    return codec
+
+
+@pytest.fixture(scope="module")
+def decoder(reference: Any, folder: Path) -> CodecDecoder:
+    return CodecDecoder.load(folder, SPEC)
+
+
+@pytest.fixture(scope="module")
+def encoder(reference: Any, folder: Path) -> CodecEncoder:
+    return CodecEncoder.load(folder, SPEC)
+
+
+def codes(frames: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, tiny.CODES, (batch, frames, tiny.BOOKS), generator=generator)
+
+
+def test_the_published_tokenizer_has_eight_codebooks_at_25_frames_a_second() -> None:
+    spec = CodecSpec.parse({}, "published")
+    assert (spec.num_codebooks, spec.codebook_size, spec.frames_per_second, spec.hop) == (8, 1024, 25.0, 960)
+    assert (spec.hidden_size, spec.semantic_stride, spec.context) == (1024, 2, (10, 10))
+
+
+def test_decoding_equals_the_reference(reference: Any, decoder: CodecDecoder) -> None:
+    given = codes(37, batch=2)
+    with torch.no_grad():
+        expected = reference.decode(given.transpose(1, 2)).audio_values[:, 0]
+    found = decoder.decode(given)
+    assert found.shape == (2, 37 * tiny.HOP)
+    assert expected.abs().max() > 0.1
+    assert (found - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("samples", [24_000, 28_800, 33_123, 40_000])
+def test_encoding_equals_the_reference(reference: Any, encoder: CodecEncoder, samples: int) -> None:
+    audio = torch.from_numpy(tiny.recording(samples / tiny.RATE, seed=samples))
+    with torch.no_grad():
+        expected = reference.encode(audio[None, None]).audio_codes[0].T
+    found = encoder.encode(audio)
+    assert torch.equal(found, expected)
+    assert found.unique().numel() > 8, "codes that are all alike prove little"
+
+
+def test_every_tensor_of_the_encoder_comes_from_the_checkpoint(encoder: CodecEncoder) -> None:
+    assert not [name for name, _ in encoder.named_buffers()]
+    assert all(torch.isfinite(parameter).all() for parameter in encoder.parameters())
+
+
+@pytest.mark.parametrize("names", [("weight_g", "weight_v"), ("original0", "original1")])
+def test_weights_may_be_normalised_on_disk(
+    decoder: CodecDecoder, encoder: CodecEncoder, folder: Path, tmp_path: Path, names: tuple[str, str]
+) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    for name in [
+        name for name in tensors if ".conv" in name and name.startswith("acoustic") and name.endswith("weight")
+    ]:
+        weight = tensors.pop(name)
+        base = name.removesuffix("weight") + ("parametrizations.weight." if names[0] == "original0" else "")
+        length = weight.flatten(1).norm(dim=1).view(-1, *[1] * (weight.dim() - 1))
+        tensors |= {base + names[0]: length.contiguous(), base + names[1]: (weight * 0.5).contiguous()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    given, audio = codes(9), torch.from_numpy(tiny.recording(1.0))
+    again = CodecDecoder.load(tmp_path, SPEC).decode(given)
+    assert (again - decoder.decode(given)).abs().max() < TOLERANCE
+    assert torch.equal(CodecEncoder.load(tmp_path, SPEC).encode(audio), encoder.encode(audio))
+
+
+def test_a_checkpoint_of_other_shapes_is_refused_by_name(folder: Path, decoder: CodecDecoder, tmp_path: Path) -> None:
+    wide = CodecSpec.parse({**tiny.CODEC, "codebook_dim": 4}, "wide")
+    with pytest.raises(CheckpointError, match=r"codebook\.embed is \[64, 8\], not \[64, 4\]"):
+        CodecDecoder.load(folder, wide)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["fc2.bias"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: fc2\.bias"):
+        CodecDecoder.load(tmp_path, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"acoustic_model_config": {"hidden_size": 16}}, "lacks the field decoder_hidden_size"),
+        ({"acoustic_model_config": 5}, "acoustic_model_config is not an object"),
+        ({"acoustic_model_config": tiny.CODEC["acoustic_model_config"] | {"upsampling_ratios": [2]}}, "do not undo"),
+        ({"acoustic_model_config": tiny.CODEC["acoustic_model_config"] | {"upsampling_ratios": []}}, "list of factors"),
+        ({"semantic_model_config": {}}, "semantic_model_config lacks the field hidden_size"),
+    ],
+)
+def test_a_config_that_makes_no_sense_names_its_field(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        CodecSpec.parse(tiny.CODEC | change, "here")
+
+
+def test_resampling_keeps_low_tones_and_drops_high_ones() -> None:
+    time = torch.arange(24_000) / 24_000
+    place = torch.arange(16_000) / 16_000
+    for hertz, level in ((440.0, 1.0), (3000.0, 1.0), (10_000.0, 0.0)):
+        found = resample(torch.sin(2 * torch.pi * hertz * time), 24_000, 16_000)
+        assert found.shape == (16_000,)
+        wanted = level * torch.sin(2 * torch.pi * hertz * place)
+        assert (found - wanted)[100:-100].abs().max() < 0.02
+    assert resample(torch.zeros(100), 24_000, 16_000).shape == (67,)
+
+
+class Asked:
+    id, aborted = "a", False
+
+
+def spoken(vocoder: HiggsVocoder, given: np.ndarray, groups: int, speed: float = 1.0) -> np.ndarray:
+    state = vocoder.open(Asked())  # type: ignore[arg-type]
+    extra = {} if speed == 1.0 else {"speed": speed}
+    chunks = [given[i : i + groups] for i in range(0, len(given), groups)]
+    parts = [out["audio"] for chunk in chunks for out in vocoder.feed(state, {"codes": chunk, **extra})]
+    parts += [out["audio"] for out in vocoder.flush(state)]
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+
+@pytest.mark.parametrize("frames", [0, 1, 4, 11, 26, 70, 113])
+def test_chunks_join_to_what_decoding_at_once_gives(decoder: CodecDecoder, frames: int) -> None:
+    given = codes(frames, seed=frames)
+    vocoder = HiggsVocoder(decoder)
+    whole = decoder.decode(given)[0].clamp(-1, 1).numpy() if frames else np.zeros(0, np.float32)
+    rows = given[0].numpy().astype(np.int16)
+    found = spoken(vocoder, rows, 5)
+    assert found.shape == whole.shape
+    assert np.abs(found - whole).max(initial=0) < TOLERANCE
+    for groups in (1, 13, 200):
+        assert np.array_equal(spoken(vocoder, rows, groups), found), "cuts must not depend on how codes arrive"
+
+
+def test_the_first_sound_needs_fourteen_frames(decoder: CodecDecoder) -> None:
+    vocoder = HiggsVocoder(decoder)
+    state = vocoder.open(Asked())  # type: ignore[arg-type]
+    rows = codes(40)[0].numpy().astype(np.int16)
+    assert not list(vocoder.feed(state, {"codes": rows[:13]}))
+    (first,) = vocoder.feed(state, {"codes": rows[13:14]})
+    assert (len(first["audio"]), first["sample_rate"]) == (4 * tiny.HOP, tiny.RATE)
+    assert [cut_after(start) for start in (0, 4, 12, 36)] == [4, 12, 36, 60]
+
+
+def test_speed_changes_the_length_alone(decoder: CodecDecoder) -> None:
+    vocoder = HiggsVocoder(decoder)
+    rows = codes(40)[0].numpy().astype(np.int16)
+    assert len(spoken(vocoder, rows, 7, speed=2.0)) == 20 * tiny.HOP
+    assert len(spoken(vocoder, rows, 7, speed=0.5)) == 80 * tiny.HOP
+
+
+def test_windows_of_many_threads_are_decoded_together(decoder: CodecDecoder) -> None:
+    sizes: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        spec, device = SPEC, decoder.device
+
+        def decode(self, given: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(given))
+            begun.set()
+            go_on.wait(10)
+            return decoder.decode(given)
+
+    queue = DecodeQueue(Slow(), 32)  # type: ignore[arg-type]
+    windows = [codes(12 if i % 5 else 9, seed=i)[0].numpy().astype(np.int16) for i in range(21)]
+    with ThreadPoolExecutor(21) as pool:
+        first = pool.submit(queue.decode, windows[0])
+        assert begun.wait(10)
+        others = [pool.submit(queue.decode, window) for window in windows[1:]]
+        while len(queue._waiting) < 20:
+            threading.Event().wait(0.01)
+        go_on.set()
+        found = [job.result(10) for job in (first, *others)]
+    assert sorted(sizes) == [1, 4, 16]
+    for window, audio in zip(windows, found, strict=True):
+        alone = decoder.decode(torch.from_numpy(window.astype(np.int64))[None])[0].numpy()
+        assert np.abs(audio - alone).max() < TOLERANCE
+
+
+def test_a_window_that_fails_fails_those_that_wait_with_it(decoder: CodecDecoder) -> None:
+    queue = DecodeQueue(decoder, 32)
+    with pytest.raises(IndexError):
+        queue.decode(np.full((3, tiny.BOOKS), 30_000, np.int16))
+    assert len(queue.decode(np.zeros((3, tiny.BOOKS), np.int16))) == 3 * tiny.HOP
