@@ -13,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sgl_omni.config.load import load_config
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.task import InputSpec
 from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.models.registry import PipelineRegistry
 from sgl_omni.models.text_llm.decode import TextDecoder
 from sgl_omni.models.text_llm.generation import GenerationDefaults
 from sgl_omni.models.text_llm.model import TextModel
@@ -24,6 +26,8 @@ from sgl_omni.models.text_llm.preprocess import TextPreprocessor
 from sgl_omni.models.text_llm.stages import create_llm
 from sgl_omni.models.text_llm.task import TextTask
 from sgl_omni.text.tokenizer import TextTokenizer
+from sgl_omni.topology.builder import build_plan
+from sgl_omni.topology.host import virtual_host
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -360,3 +364,15 @@ def test_on_a_cpu_the_pool_has_a_size_of_its_own(qwen: Model) -> None:
     for engine, tokens in (({}, 4096), ({"max_total_tokens": 320}, 320), ({"kv_cache_bytes": 1 << 20}, None)):
         stats = create_llm(str(qwen.folder), engine=engine).engine.stats()
         assert tokens is None or stats["kv_capacity_tokens"] == tokens
+
+
+def test_the_example_is_planned_without_the_checkpoint() -> None:
+    config = Path(__file__).parents[2] / "examples/configs/text_llm.yaml"
+    plan = build_plan(load_config(config, [], registry=PipelineRegistry()), virtual_host(4 << 30, 4))
+    assert [(stage.name, stage.process) for stage in plan.stages] == [
+        ("preprocessing", "preprocessing"),
+        ("llm", "llm"),
+        ("decode", "decode"),
+    ]
+    with pytest.raises(InvalidRequest, match="hf download Qwen/Qwen3-4B"):
+        TextLLMPipelineConfig.tasks("Qwen/Qwen3-4B")
