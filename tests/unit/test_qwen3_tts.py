@@ -20,6 +20,7 @@ from sgl_omni.engine.code_predictor import CodeSampling, greedy
 from sgl_omni.engine.device_rows import DeviceRows
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.row_state import RowState
+from sgl_omni.models.qwen3_tts.codec import CodecDecoder, CodecStream
 from sgl_omni.models.qwen3_tts.facts import ModelFacts, next_cut
 from sgl_omni.models.qwen3_tts.prompt import PromptBuilder
 from sgl_omni.models.qwen3_tts.references import References, name_on_disk
@@ -171,6 +172,16 @@ def test_a_stream_that_is_primed_goes_on_as_if_it_had_been_spoken(models: dict[s
     vocoder, codes = models["base"].vocoder, GOLDENS["codec/codes"]
     spoken = say(vocoder, codes[41:], [], reference_codes=codes[:41])
     assert np.abs(spoken - GOLDENS["codec/audio"][41 * tiny.FRAME_SAMPLES :]).max() < AUDIO_TOLERANCE
+
+
+def test_a_stream_remembers_little_however_long_its_pieces_are(models: dict[str, Tiny]) -> None:
+    decoder = CodecDecoder.load(models["base"].folder / "speech_tokenizer")
+    held = []
+    for count in (20, 70):
+        stream = CodecStream()
+        decoder(torch.from_numpy(GOLDENS["codec/codes"][:count].astype(np.int64)), stream)
+        held.append(sum(kept.untyped_storage().nbytes() for kept in stream.memory.values()))
+    assert held[0] == held[1]
 
 
 def test_speed_changes_the_length(models: dict[str, Tiny]) -> None:

@@ -25,7 +25,6 @@ from sgl_omni.models.qwen3_tts.codec_layers import (
     GatedMLP,
     Memory,
     Quantizer,
-    ResidualUnit,
     Scale,
     SnakeBeta,
     UpsampleBlock,
@@ -92,6 +91,20 @@ class Transformer(nn.Module):
         return found
 
 
+class SplitQuantizer(nn.Module):
+    """The first code of a frame says what is spoken, the others how it sounds; each part has a projection."""
+
+    def __init__(self, books: int, size: int, width: int) -> None:
+        super().__init__()
+        self.rvq_first = Quantizer(1, size, width // 2, width)
+        self.rvq_rest = Quantizer(books - 1, size, width // 2, width)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """codes int64 [books, time] -> [1, width, time]."""
+        found: Tensor = self.rvq_first(codes[:1]) + self.rvq_rest(codes[1:])
+        return found
+
+
 class CodecDecoder(nn.Module):
     """``codes`` int64 [frames, num_codes] -> float32 samples in [-1, 1], ``samples_per_frame`` each."""
 
@@ -101,22 +114,17 @@ class CodecDecoder(nn.Module):
         latent, books, width = config["latent_dim"], config["num_quantizers"], config["codebook_dim"]
         ratios, rates, channels = config["upsampling_ratios"], config["upsample_rates"], config["decoder_dim"]
         self.num_codes = books
-        self.codebook_size = config["codebook_size"]
         self.samples_per_frame = prod(ratios) * prod(rates)
-        self.quantizer = nn.Module()
-        self.quantizer.rvq_first = Quantizer(1, self.codebook_size, width // 2, width)
-        self.quantizer.rvq_rest = Quantizer(books - 1, self.codebook_size, width // 2, width)
+        self.quantizer = SplitQuantizer(books, config["codebook_size"], width)
         self.pre_conv = CausalConv(width, latent, 3)
         self.pre_transformer = Transformer(config)
-        self.upsample = nn.ModuleList(
-            nn.ModuleList([CausalUpsample(latent, latent, ratio, ratio), ConvNeXtBlock(latent)]) for ratio in ratios
-        )
-        blocks = [UpsampleBlock(channels >> i, channels >> (i + 1), rate) for i, rate in enumerate(rates)]
+        self._grown = [(CausalUpsample(latent, latent, ratio, ratio), ConvNeXtBlock(latent)) for ratio in ratios]
+        self.upsample = nn.ModuleList(nn.ModuleList(pair) for pair in self._grown)
+        self._blocks = [UpsampleBlock(channels >> i, channels >> (i + 1), rate) for i, rate in enumerate(rates)]
         last = channels >> len(rates)
-        self.decoder = nn.ModuleList(
-            [CausalConv(latent, channels, 7), *blocks, SnakeBeta(last), CausalConv(last, 1, 7)]
-        )
-        self._context = ceil(sum(_reach(self, ratios, rates)))
+        self._ends = CausalConv(latent, channels, 7), SnakeBeta(last), CausalConv(last, 1, 7)
+        self.decoder = nn.ModuleList([self._ends[0], *self._blocks, *self._ends[1:]])
+        self._context = self._frames_behind()
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> CodecDecoder:
@@ -148,20 +156,37 @@ class CodecDecoder(nn.Module):
         self._waveform(self._latent(codes, stream)[..., -self._context :], stream)
 
     def _latent(self, codes: Tensor, stream: CodecStream) -> Tensor:
-        codes = codes.T.to(self.device)
-        x = self.quantizer.rvq_first(codes[:1]) + self.quantizer.rvq_rest(codes[1:])
-        x = self.pre_conv(x, stream.memory)
-        x = self.pre_transformer(x[0].T, stream)
-        stream.frames += codes.shape[1]
-        return x.T[None]
+        x = self.pre_conv(self.quantizer(codes.T.to(self.device)), stream.memory)
+        latent: Tensor = self.pre_transformer(x[0].T, stream)
+        stream.frames += len(codes)
+        return latent.T[None]
 
     def _waveform(self, x: Tensor, stream: CodecStream) -> Tensor:
         memory = stream.memory
-        for grow, block in self.upsample:  # type: ignore[misc]  # each is a pair
-            x = block(grow(x, memory), memory)
-        for part in self.decoder:
-            x = part(x) if isinstance(part, SnakeBeta) else part(x, memory)
-        return x[0, 0].clamp(-1, 1)
+        first, snake, last = self._ends
+        for grow, convnext in self._grown:
+            x = convnext(grow(x, memory), memory)
+        x = first(x, memory)
+        for block in self._blocks:
+            x = block(x, memory)
+        found: Tensor = last(snake(x), memory)[0, 0].clamp(-1, 1)
+        return found
+
+    def _frames_behind(self) -> int:
+        """How many frames back the parts behind the transformer look, all together."""
+        reach, steps = 0.0, 1  # steps of a part's input in a frame
+        for grow, convnext in self._grown:
+            reach += grow.left / steps
+            steps *= grow.stride
+            reach += convnext.dwconv.left / steps
+        first, _, last = self._ends
+        reach += first.left / steps
+        for block in self._blocks:
+            _, grow, units = block.parts
+            reach += grow.left / steps
+            steps *= grow.stride
+            reach += sum(unit.conv1.left for unit in units) / steps
+        return ceil(reach + last.left / steps)
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
@@ -176,23 +201,3 @@ def fill(module: nn.Module, checkpoint: Checkpoint, prefix: str, *, ignore: tupl
         prefix=prefix,
         ignore=ignore,
     )
-
-
-def _reach(decoder: CodecDecoder, ratios: list[int], rates: list[int]) -> list[float]:
-    """Frames that each part behind the transformer looks back."""
-    reach, steps = [], 1  # steps of a part's input in a frame
-    for ratio, (grow, block) in zip(ratios, decoder.upsample, strict=True):  # type: ignore[misc]
-        reach.append(grow.left / steps)
-        steps *= ratio
-        reach.append(block.dwconv.left / steps)
-    first, *blocks, _, last = decoder.decoder
-    assert isinstance(first, CausalConv)
-    assert isinstance(last, CausalConv)
-    reach.append(first.left / steps)
-    for rate, block in zip(rates, blocks, strict=True):
-        assert isinstance(block, UpsampleBlock)
-        grow, *units = block.block[1:]
-        reach.append(grow.left / steps)
-        steps *= rate
-        reach += [unit.conv1.left / steps for unit in units if isinstance(unit, ResidualUnit)]
-    return [*reach, last.left / steps]

@@ -1,6 +1,7 @@
 """The parts of the codec's decoder. All of them look back only, so that a stream needs to remember little.
 
-What a part remembers of a stream lies in its ``Memory``, by the part itself. Parts are named as their tensors on disk.
+What a part remembers of a stream lies in its ``Memory``, by the part itself; it is cloned, for a view would keep the
+whole piece. Modules are named as their tensors on disk; plain lists and tuples of them are what a part calls its own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class CausalConv(nn.Module):
         if self.left:
             before = memory.get(self)
             x = F.pad(x, (self.left, 0)) if before is None else torch.cat([before, x], -1)
-            memory[self] = x[..., -self.left :]
+            memory[self] = x[..., -self.left :].clone()
         found: Tensor = self.conv(x)
         return found
 
@@ -45,7 +46,7 @@ class CausalUpsample(nn.Module):
         if self.left:
             before = memory.get(self)
             x = F.pad(x, (self.left, 0)) if before is None else torch.cat([before, x], -1)
-            memory[self] = x[..., -self.left :]
+            memory[self] = x[..., -self.left :].clone()
         start = self.left * self.stride
         found: Tensor = self.conv(x)[..., start : start + length]
         return found
@@ -76,7 +77,8 @@ class ConvNeXtBlock(nn.Module):
     def forward(self, x: Tensor, memory: Memory) -> Tensor:
         y = self.norm(self.dwconv(x, memory).transpose(1, 2))
         y = self.gamma * self.pwconv2(F.gelu(self.pwconv1(y)))
-        return x + y.transpose(1, 2)
+        found: Tensor = x + y.transpose(1, 2)
+        return found
 
 
 class ResidualUnit(nn.Module):
@@ -98,13 +100,16 @@ class UpsampleBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, rate: int) -> None:
         super().__init__()
-        units = [ResidualUnit(outputs, dilation) for dilation in (1, 3, 9)]
-        self.block = nn.ModuleList([SnakeBeta(inputs), CausalUpsample(inputs, outputs, 2 * rate, rate), *units])
+        snake = SnakeBeta(inputs)
+        grow, units = CausalUpsample(inputs, outputs, 2 * rate, rate), [ResidualUnit(outputs, d) for d in (1, 3, 9)]
+        self.block = nn.ModuleList([snake, grow, *units])
+        self.parts = snake, grow, units
 
     def forward(self, x: Tensor, memory: Memory) -> Tensor:
-        x = self.block[0](x)
-        for part in self.block[1:]:
-            x = part(x, memory)
+        snake, grow, units = self.parts
+        x = grow(snake(x), memory)
+        for unit in units:
+            x = unit(x, memory)
         return x
 
 
@@ -126,7 +131,7 @@ class WindowAttention(nn.Module):
         kv = torch.stack([k, self.v_proj(x).view(n, self._kv_heads, -1)])
         before = memory.get(self)
         kv = kv if before is None else torch.cat([before, kv], 1)
-        memory[self] = kv[:, max(0, kv.shape[1] - self._window + 1) :]
+        memory[self] = kv[:, max(0, kv.shape[1] - self._window + 1) :].clone()
         rows = torch.arange(n, device=x.device)[:, None] + kv.shape[1] - n
         distance = rows - torch.arange(kv.shape[1], device=x.device)
         keys, values = kv.transpose(1, 2)
@@ -167,15 +172,16 @@ class Quantizer(nn.Module):
 
     def __init__(self, books: int, size: int, width: int, output_size: int) -> None:
         super().__init__()
-        self.vq = nn.Module()
-        self.vq.layers = nn.ModuleList(_Book(size, width) for _ in range(books))
+        found = [_Book(size, width) for _ in range(books)]
+        self.vq = nn.ModuleDict({"layers": nn.ModuleList(found)})
         self.output_proj = nn.Conv1d(width, output_size, 1, bias=False)
+        self._books = found
         self._table: Tensor | None = None
 
     def forward(self, codes: Tensor) -> Tensor:
         """codes int64 [books, time] -> [1, output_size, time]."""
         if self._table is None:  # once: the entries lie on disk as sums and counts
-            self._table = torch.stack([book._codebook.entries() for book in self.vq.layers])
+            self._table = torch.stack([book._codebook.entries() for book in self._books])
         books = torch.arange(codes.shape[0], device=codes.device)[:, None]
         found: Tensor = self.output_proj(self._table[books, codes].sum(0).T[None])
         return found

@@ -67,7 +67,7 @@ class SpeakerEncoder:
         given = checkpoint.config().get("speaker_encoder_config")
         if not isinstance(given, dict):
             raise StartupError(f"{folder / 'config.json'} lacks the field speaker_encoder_config")
-        config = SimpleNamespace(**(_SPEAKER_DEFAULTS | given))
+        config: Any = SimpleNamespace(**(_SPEAKER_DEFAULTS | given))
         network = ECAPA_TimeDelayNet(config).to(device).eval().requires_grad_(False)
         fill(network, checkpoint, "speaker_encoder.")
         return cls(network, config.sample_rate, device)
@@ -103,7 +103,7 @@ class CodecEncoder:
 
         config = read_config(folder)
         try:
-            model = MimiModel(MimiConfig(**config["encoder_config"]))
+            model: Any = MimiModel(MimiConfig(**config["encoder_config"]))
             facts = [
                 config[key] for key in ("encoder_valid_num_quantizers", "input_sample_rate", "encode_downsample_rate")
             ]
