@@ -475,3 +475,9 @@ async def test_a_caller_may_wait_long_for_the_audio(url, backend, monkeypatch):
     backend.script = slow
     async with httpx.AsyncClient(base_url=url) as http:
         assert (await http.post("/v1/audio/speech", json=SAY | {"response_format": "wav"})).status_code == 200
+
+
+async def test_a_voice_is_known_however_it_is_capitalised(asgi, backend):
+    for name in ("bert", "Bert", "BERT"):
+        assert (await asgi.post("/v1/audio/speech", json=SAY | {"voice": name})).status_code == 200
+    assert {handle.payload["voice"] for handle in backend.handles} == {"bert"}

@@ -128,8 +128,9 @@ def voice_name(asked: str | None, task: SpeechTask, voices: VoiceStore) -> str |
     """The model's voice for a name; raises ``InvalidRequest`` that lists the voices."""
     if asked is None:
         return task.default_voice
-    if asked in task.voices:
-        return asked
+    own = next((voice for voice in task.voices if voice.lower() == asked.lower()), None)
+    if own is not None:
+        return own
     if asked in STAND_INS:
         return task.default_voice
     known = [*task.voices, *voices.names()]

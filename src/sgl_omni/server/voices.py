@@ -51,7 +51,7 @@ class VoiceStore:
     """The uploaded voices of one server, bounded in number and bytes."""
 
     def __init__(self, task: SpeechTask, *, max_voices: int = MAX_VOICES, max_bytes: int = MAX_ALL_BYTES) -> None:
-        self._own = frozenset(task.voices)
+        self._own = frozenset(voice.lower() for voice in task.voices)
         self._max_voices = max_voices
         self._max_bytes = max_bytes
         self._voices: dict[str, Voice] = {}
@@ -72,7 +72,7 @@ class VoiceStore:
                 "a voice's name has 1 to 64 letters, digits, '.', '_' and '-', and begins with a letter or a digit",
                 "name",
             )
-        if name in self._own or name in RESERVED:
+        if name.lower() in self._own | RESERVED:
             raise InvalidRequest(f"{name!r} is a name of the model's own; choose another", "name")
         if name in self._voices:
             raise InvalidRequest(f"there is a voice {name!r} already; delete it first", "name")
