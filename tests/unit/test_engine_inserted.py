@@ -106,6 +106,25 @@ def test_a_page_is_found_again_by_all_that_stands_in_it(model: CausalModel, devi
     assert reused == [0, 20, shared, shared]
 
 
+def test_tags_stand_for_the_rows_where_there_are_any() -> None:
+    one, other = payload_of(1), payload_of(1)
+    other["inserted_embeddings"] = other["inserted_embeddings"] * 2
+    tags = torch.arange(6)
+    keys = [SPEC.prompt({**payload, "inserted_tags": tags}).page_keys(17) for payload in (one, other)]
+    assert keys[0] == keys[1] != SPEC.prompt(one).page_keys(17)
+    assert keys[0] != SPEC.prompt({**one, "inserted_tags": tags + 1}).page_keys(17)
+
+
+def test_rows_stay_of_their_type() -> None:
+    payload = payload_of(0)
+    for name in ("inserted_embeddings", "layered_embeddings"):
+        payload[name] = payload[name].bfloat16()
+    inserted = SPEC.prompt(payload).inserted
+    assert inserted is not None
+    assert inserted.rows.dtype == inserted.layered.dtype == torch.bfloat16
+    assert SPEC.prompt(payload).page_keys(4) != SPEC.prompt(payload_of(0)).page_keys(4)
+
+
 def test_keys_tell_prompts_apart_from_their_first_difference_on() -> None:
     plain, whole = SPEC.prompt({"prompt_ids": payload_of(1)["prompt_ids"]}), SPEC.prompt(payload_of(1))
     assert whole.page_keys(4) == SPEC.prompt(payload_of(1)).page_keys(4)
@@ -123,6 +142,7 @@ def test_keys_tell_prompts_apart_from_their_first_difference_on() -> None:
         ({"layered_embeddings": torch.zeros(2, 4, WIDTH + 1)}, "layered_embeddings must be floats"),
         ({"inserted_embeddings": torch.full((6, WIDTH), float("nan"))}, "not all finite"),
         ({"inserted_embeddings": [[0.0]]}, "must be an array"),
+        ({"inserted_tags": [1, 2]}, "inserted_tags must be one a place"),
         ({"prompt_ids": None, "prompt_embeddings": torch.zeros(17, WIDTH)}, "inserted among ids"),
     ],
 )

@@ -180,6 +180,20 @@ def test_positions_of_many_prompts_are_those_of_transformers(omni: Omni) -> None
         assert mine.tolist() == expected[:, 0].long().tolist()
 
 
+def test_tags_are_equal_for_equal_media_alone(preprocess: Any) -> None:
+    def tags(*files: bytes, kind: str = "image") -> list[int]:
+        asked = user(*[(kind, [i]) for i in range(len(files))], media=list(files))
+        made = preprocess(asked.payload(), None)
+        assert len(made["inserted_tags"]) == len(made.get("vision_at", [])) + len(made.get("audio_at", []))
+        found: list[int] = made["inserted_tags"].tolist()
+        return found
+
+    one, other = picture(64, 64), picture(64, 64, 1)
+    assert tags(one, other) == tags(one) + tags(other)
+    assert not set(tags(one)) & {*tags(other), *tags(one, kind="video"), *tags(picture(64, 128))}
+    assert tags(tone(0.5), kind="audio") != tags(tone(0.5, seed=1), kind="audio")
+
+
 def test_text_alone_brings_nothing_for_the_encoders(preprocess: Any) -> None:
     made = preprocess(user("hi").payload(modalities=["text"], stream=False, top_k=5), None)
     assert made.keys() == {"prompt_ids", "temperature", "top_k", "stop", "stream", "prompt_field"}
@@ -405,7 +419,7 @@ def test_an_answer_without_a_word_is_silence(omni: Omni, preprocess: Any) -> Non
     assert talker.stats()["queued"] == 0
 
 
-def test_the_talker_forgets_what_was_aborted_and_refuses_what_never_asked_for_it(omni: Omni, preprocess: Any) -> None:
+def test_the_talker_forgets_what_was_aborted_and_is_silent_for_who_did_not_ask(omni: Omni, preprocess: Any) -> None:
     _, talker = engines(omni, False)
     speech = preprocess(user("hello").payload(modalities=["text", "audio"]), None)["speech"]
     rows = torch.zeros(len(speech["prompt_ids"]) + 1, 2, tiny.THINKER_WIDTH)
@@ -421,8 +435,14 @@ def test_the_talker_forgets_what_was_aborted_and_refuses_what_never_asked_for_it
         finished += [output.request_id for output in talker.step() if output.result is not None]
     assert finished == ["b"]
     assert talker.stats()["kv_used_tokens"] == talker.stats()["queued"] == 0
-    with pytest.raises(InvalidRequest, match="modalities must include audio"):
-        talker.add("c", {"token_ids": [1]})
+    for name in "cd":
+        talker.add(name, {"token_ids": [1], "input_open": True})
+    talker.abort("c")
+    for name in "cd":
+        talker.finish_input(name)
+    [output] = talker.step()
+    assert (output.request_id, output.result["output_tokens"], output.chunks) == ("d", 0, [])
+    assert not talker.has_work
 
 
 # Vocoder --------------------------------------------------------------------------------------------------------------

@@ -30,12 +30,15 @@ class Inserted:
     """``rows`` [m, hidden] stand at the prompt's places ``at`` int64 [m] instead of what their ids say.
 
     ``layered`` [levels, k, hidden] are added between layers at the places ``layered_at`` int64 [k]. Places ascend.
+    ``tags`` int64 [m], if any, say of each inserted row and of all that is added at its place what they were made of,
+    so that pages are known by them and not by the many numbers in the rows.
     """
 
     at: Tensor
     rows: Tensor
     layered_at: Tensor
     layered: Tensor
+    tags: Tensor | None = None
 
     def check(self, length: int) -> None:
         """Raises ``InvalidRequest`` where this does not fit a prompt of so many rows."""
@@ -50,19 +53,22 @@ class Inserted:
                 raise InvalidRequest(f"the places of {name} must ascend within the prompt's {length} rows", param=name)
             if not bool(torch.isfinite(rows).all()):
                 raise InvalidRequest(f"{name} are not all finite", param=name)
+        if self.tags is not None and self.tags.shape != self.at.shape:
+            raise InvalidRequest(f"inserted_tags must be one a place, not {[*self.tags.shape]}", param="inserted_tags")
 
     def rows_between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Of the prompt's rows ``start`` to ``stop``: places int64 [n] counted from ``start``, and their rows."""
-        part = _part(self.at, start, stop)
-        return self.at[part] - start, self.rows[part]
+        return _between(self.at, start, stop), self.rows[_part(self.at, start, stop)]
 
     def layered_between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Likewise what is added between layers: places int64 [n], and rows [levels, n, hidden]."""
-        part = _part(self.layered_at, start, stop)
-        return self.layered_at[part] - start, self.layered[:, part]
+        return _between(self.layered_at, start, stop), self.layered[:, _part(self.layered_at, start, stop)]
 
     def content(self, start: int, stop: int) -> list[Tensor]:
-        """All that is known of the prompt's rows ``start`` to ``stop``, for a hash."""
+        """All that tells the prompt's rows ``start`` to ``stop`` from others, for a hash."""
+        if self.tags is not None:
+            tags = self.tags[_part(self.at, start, stop)]
+            return [_between(self.at, start, stop), tags, _between(self.layered_at, start, stop)]
         return [*self.rows_between(start, stop), *self.layered_between(start, stop)]
 
 
@@ -80,6 +86,10 @@ def layer_rows(chunks: Sequence[Chunk], device: torch.device, first: int = 0) ->
                 parts.append(rows.to(device))
         at += chunk.length
     return LayerRows(torch.cat(places).to(device), torch.cat(parts, 1)) if places else None
+
+
+def _between(places: Tensor, start: int, stop: int) -> Tensor:
+    return places[_part(places, start, stop)] - start
 
 
 def _part(places: Tensor, start: int, stop: int) -> slice:

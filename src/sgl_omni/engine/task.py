@@ -87,8 +87,9 @@ class InputSpec:
     def prompt(self, payload: Payload) -> Prompt:
         """``prompt_ids`` [length] or [length, columns], or ``prompt_embeddings`` [length, hidden].
 
-        With ids also ``inserted_embeddings`` [m, hidden], which stand at the places ``inserted_at`` [m], and
-        ``layered_embeddings`` [levels, k, hidden], which the first layers add at ``layered_at`` [k].
+        With ids also ``inserted_embeddings`` [m, hidden], which stand at the places ``inserted_at`` [m], with
+        ``inserted_tags`` [m] that say what they were made of; and ``layered_embeddings`` [levels, k, hidden], which the
+        first layers add at ``layered_at`` [k]. See ``Inserted``.
         """
         ids, embeddings = payload.get("prompt_ids"), payload.get("prompt_embeddings")
         positions = payload.get("positions")
@@ -109,14 +110,21 @@ class InputSpec:
             raise InvalidRequest(
                 f"layered_embeddings must be of {self.levels} layers, not {len(layered)}", param="layered_embeddings"
             )
+        levels = [self._as_given(level, "layered_embeddings") for level in layered]
+        tags = payload.get("inserted_tags")
         return Inserted(
             _integers(payload.get("inserted_at", []), "inserted_at"),
-            self.embeddings(torch.zeros(0, self.hidden_size) if rows is None else rows, "inserted_embeddings"),
+            self._as_given(torch.zeros(0, self.hidden_size) if rows is None else rows, "inserted_embeddings"),
             _integers(payload.get("layered_at", []), "layered_at"),
-            torch.stack([self.embeddings(level, "layered_embeddings") for level in layered])
-            if self.levels
-            else torch.zeros(0, 0, self.hidden_size),
+            torch.stack(levels) if levels else torch.zeros(0, 0, self.hidden_size),
+            None if tags is None else _integers(tags, "inserted_tags"),
         )
+
+    def _as_given(self, value: Any, param: str) -> Tensor:
+        """``embeddings`` that are many: tensors in host memory stay of the type that they are."""
+        if torch.is_tensor(value) and value.is_floating_point() and value.shape[1:] == (self.hidden_size,):
+            return value.detach().cpu()
+        return self.embeddings(value, param)
 
     def _ids(self, value: Any) -> Tensor:
         ids = _integers(value, "prompt_ids")

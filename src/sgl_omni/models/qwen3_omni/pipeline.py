@@ -22,6 +22,7 @@ class Qwen3OmniSpeechPipelineConfig(PipelineConfig):
 
     model_ids: ClassVar[tuple[str, ...]] = ("Qwen/Qwen3-Omni-30B-A3B-Instruct",)
     architectures: ClassVar[tuple[str, ...]] = (ARCHITECTURE,)
+    shareable_architectures: ClassVar[tuple[str, ...]] = architectures
     engine_stages: ClassVar[tuple[str, ...]] = ("thinker", "talker_ar")
     default_stages: ClassVar[dict[str, dict[str, Any]]] = {
         "preprocessing": {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +25,42 @@ from sgl_omni.text.tokenizer import TextTokenizer
 _THINKER_OPTIONS = ("temperature", "top_k", "top_p", "repetition_penalty", "seed", "max_new_tokens", "ignore_eos")
 
 
+@dataclass(slots=True)
+class EncoderInput:
+    """What the encoders are given: patches and grids of what is seen, mel frames of what is heard.
+
+    ``counts``: rows of the prompt that each medium takes, all kinds in order; ``digests``: what it is, in 64 bits.
+    """
+
+    patches: list[NDArray[np.uint8]] = field(default_factory=list[NDArray[np.uint8]])
+    grids: list[Grid] = field(default_factory=list[Grid])
+    mels: list[NDArray[np.float32]] = field(default_factory=list[NDArray[np.float32]])
+    counts: list[int] = field(default_factory=list[int])
+    digests: list[int] = field(default_factory=list[int])
+
+    def note(self, count: int, values: NDArray[Any], *facts: object) -> None:
+        digest = hashlib.blake2b(repr((values.shape, facts)).encode(), digest_size=8)
+        digest.update(np.ascontiguousarray(values).data)
+        self.counts.append(count)
+        self.digests.append(int.from_bytes(digest.digest(), "little"))
+
+    @property
+    def tags(self) -> NDArray[np.int64]:
+        """One for each row of the prompt that is a medium's, equal where the same row of the same medium is."""
+        parts = [
+            np.uint64(digest) + np.arange(count, dtype=np.uint64)
+            for digest, count in zip(self.digests, self.counts, strict=True)
+        ]
+        return np.concatenate(parts).view(np.int64)
+
+
 class Preprocessor:
     """``__call__`` is the stage's function: the payload of a ``ChatTask`` to what encoders and thinker take.
 
     ``prompt_ids`` int64 [length], ``positions`` int64 [3, length] where there are pictures, the thinker's options and
     ``stop``; ``pixels`` uint8 [patches, values] and ``grids`` int64 [pictures, 3], whose tokens stand at ``vision_at``;
-    ``mels`` float32 [bins, frames] and ``mel_lengths`` int64 [recordings], at ``audio_at``; and ``speech`` for the
-    talker, where speech is wanted.
+    ``mels`` float32 [bins, frames] and ``mel_lengths`` int64 [recordings], at ``audio_at``; ``inserted_tags`` of all
+    these places in order; and ``speech`` for the talker, where speech is wanted.
     """
 
     def __init__(self, model_path: str, *, max_audio_seconds: float, max_frames: int) -> None:
@@ -48,42 +80,39 @@ class Preprocessor:
         conversation = Conversation.parse(payload["messages"], payload.get("media") or [])
         template = payload.get("template") or {}
         ids = self._tokenizer.encode(self._tokenizer.chat(conversation.messages, **template))
-        seen, heard, counts = self._media(conversation)
-        prompt = self._expanded(ids, conversation, counts)
+        media = self._media(conversation)
+        prompt = self._expanded(ids, conversation, media.counts)
         made: Payload = {"prompt_ids": prompt, **self._options(payload)}
-        grids = [grid for _, grid in seen]
-        if seen:
-            made["positions"] = three_axes(prompt, grids, self._spec, self._spec.positions_per_second)
-            made["pixels"] = np.concatenate([patches for patches, _ in seen])
-            made["grids"] = np.asarray(grids, dtype=np.int64)
+        if media.counts:
+            made["inserted_tags"] = media.tags
+        if media.patches:
+            made["positions"] = three_axes(prompt, media.grids, self._spec, self._spec.positions_per_second)
+            made["pixels"] = np.concatenate(media.patches)
+            made["grids"] = np.asarray(media.grids, dtype=np.int64)
             made["vision_at"] = np.flatnonzero((prompt == self._spec.image_id) | (prompt == self._spec.video_id))
-        if heard:
-            made["mels"] = np.concatenate(heard, 1)
-            made["mel_lengths"] = np.asarray([mel.shape[1] for mel in heard], dtype=np.int64)
+        if media.mels:
+            made["mels"] = np.concatenate(media.mels, 1)
+            made["mel_lengths"] = np.asarray([mel.shape[1] for mel in media.mels], dtype=np.int64)
             made["audio_at"] = np.flatnonzero(prompt == self._spec.audio_id)
         if _is_spoken(payload):
-            made["speech"] = self._speech(payload, prompt, grids)
+            made["speech"] = self._speech(payload, prompt, media.grids)
         return made
 
-    def _media(
-        self, conversation: Conversation
-    ) -> tuple[list[tuple[NDArray[np.uint8], Grid]], list[NDArray[np.float32]], list[int]]:
-        """Patches and grids of what is seen, mel frames of what is heard, and the rows of each medium in order.
-
-        Stops at the first medium for which the prompt has no room.
-        """
-        seen: list[tuple[NDArray[np.uint8], Grid]] = []
-        heard: list[NDArray[np.float32]] = []
-        counts: list[int] = []
+    def _media(self, conversation: Conversation) -> EncoderInput:
+        """Stops at the first medium for which the prompt has no room."""
+        made = EncoderInput()
         for medium in conversation.media:
             if medium.kind == "audio":
-                heard.append(self._mels(medium))
-                counts.append(audio_tokens(heard[-1].shape[1], self._spec.audio_window))
+                mels = self._mels(medium)
+                made.mels.append(mels)
+                made.note(audio_tokens(mels.shape[1], self._spec.audio_window), mels)
             else:
-                seen.append(self._pixels(medium))
-                counts.append(token_count(seen[-1][1], self._spec.vision.merge))
-            self._check_room(sum(counts), medium.param)
-        return seen, heard, counts
+                patches, grid = self._pixels(medium)
+                made.patches.append(patches)
+                made.grids.append(grid)
+                made.note(token_count(grid, self._spec.vision.merge), patches, medium.kind, grid)
+            self._check_room(sum(made.counts), medium.param)
+        return made
 
     def _pixels(self, medium: Medium) -> tuple[NDArray[np.uint8], Grid]:
         if len(medium.files) > self._max_frames:

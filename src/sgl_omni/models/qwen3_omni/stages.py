@@ -192,7 +192,7 @@ def merge_embeddings(inputs: dict[str, Payload]) -> Payload:
         if len(found["embeddings"]) != len(at):
             raise StartupError(f"{stage} made {len(found['embeddings'])} rows for {len(at)} places of the prompt")
         places.append(at)
-        rows.append(found["embeddings"].float())
+        rows.append(found["embeddings"])
         if stage == "image_encoder" and len(found["layered"]):
             made |= {"layered_at": at, "layered_embeddings": found["layered"]}
     if places:

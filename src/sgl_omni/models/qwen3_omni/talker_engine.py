@@ -10,7 +10,6 @@ import torch
 
 from sgl_omni.engine.engine import AutoregressiveEngine
 from sgl_omni.engine.interface import EngineOutput, Payload
-from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.qwen3_omni.talker import TalkerModel
 from sgl_omni.models.qwen3_omni.talker_feed import TalkerFeed
 
@@ -27,13 +26,15 @@ class _Speech:
 class TalkerEngine:
     """Implements ``FedEngine``: takes the thinker's chunks and result, yields the talker's ``codes``.
 
-    A request enters the engine within with the answer's first token. Of an answer without any it makes no frame.
+    A request enters the engine within with the answer's first token. It makes no frame of an answer without any, nor
+    for a request that did not ask for speech.
     """
 
     def __init__(self, engine: AutoregressiveEngine, model: TalkerModel) -> None:
         self._engine = engine
         self._model = model
         self._speeches: dict[str, _Speech] = {}
+        self._unspoken: set[str] = set()
         self._silent: list[str] = []
         # Projections on the engine's own stream would wait for the step that is under way there.
         self._beside = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
@@ -43,10 +44,11 @@ class TalkerEngine:
         return bool(self._silent) or self._engine.has_work
 
     def add(self, request_id: str, payload: Payload) -> None:
-        """Raises ``InvalidRequest`` where the request did not ask for speech."""
+        """Raises ``InvalidRequest`` for a voice that is not there."""
         speech = payload.get("speech")
         if speech is None:
-            raise InvalidRequest("modalities must include audio for the answer to be spoken", "modalities")
+            self._unspoken.add(request_id)
+            return
         prompt = [int(token) for token in speech["prompt_ids"]]
         feed = TalkerFeed(self._model, prompt, speech["voice"], speech.get("positions"))
         self._speeches[request_id] = _Speech(feed, speech["options"])
@@ -62,6 +64,9 @@ class TalkerEngine:
         self._hand_on(request_id, speech, piece)
 
     def finish_input(self, request_id: str) -> None:
+        if request_id in self._unspoken:
+            self._unspoken.discard(request_id)
+            self._silent.append(request_id)
         speech = self._speeches.get(request_id)
         if speech is None:
             return
@@ -77,6 +82,7 @@ class TalkerEngine:
 
     def abort(self, request_id: str) -> None:
         self._speeches.pop(request_id, None)
+        self._unspoken.discard(request_id)
         self._silent = [silent for silent in self._silent if silent != request_id]
         self._engine.abort(request_id)
 
