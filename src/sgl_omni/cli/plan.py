@@ -241,10 +241,12 @@ async def observed(
     from sgl_omni.bench.measure import CLIENT_START_SECONDS, measure
     from sgl_omni.dp.advised import Seen, weights_in
     from sgl_omni.dp.watch import Watch, busy_seconds
+    from sgl_omni.gpu.devices import machine_index
 
     gpu = target.device if target.plan.platform == "cuda" else None
     watch = await asyncio.to_thread(Watch, url, target.stage, target.process)
-    driving = asyncio.ensure_future(measure([url], workload, load, gpu=gpu, streams=streams))
+    shown_as = None if gpu is None else machine_index(gpu)
+    driving = asyncio.ensure_future(measure([url], workload, load, gpu=shown_as, streams=streams))
     try:
         await asyncio.sleep(CLIENT_START_SECONDS + load.warmup)
         begun, spent, busy = time.monotonic(), watch.cpu_seconds(), busy_seconds(target.cores)

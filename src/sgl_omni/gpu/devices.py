@@ -90,6 +90,22 @@ def gpu_facts(ordinal: int) -> GpuFacts:
         pynvml.nvmlShutdown()
 
 
+def machine_index(ordinal: int) -> int:
+    """The number that the machine, and so NVML, gives the GPU behind an ordinal of this process.
+
+    Raises:
+        StartupError: there is no such GPU, or the driver does not answer.
+    """
+    import pynvml
+
+    gpu_facts(ordinal)
+    pynvml.nvmlInit()
+    try:
+        return _visible([pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())])[ordinal]
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def memory_by_process(ordinal: int) -> dict[int, int] | None:
     """Bytes of a GPU that each process holds, by pid; None where the driver does not tell, as in some containers.
 
