@@ -186,17 +186,20 @@ class PlainMing(nn.Module):
     def latents(
         self, ids: list[int], speaker_at: int, heard: Tensor, seed: int, steps: int, temperature: float = 0.0
     ) -> Tensor:
-        """int [length], the reference's latents [n * PATCH, LATENT] -> latents [steps * PATCH, LATENT]."""
+        """Ids and the reference's latents [n * PATCH, LATENT] -> latents [steps * PATCH, LATENT]; ``ended`` says
+        whether the model ended them itself."""
         x = self.model.model.embed_tokens(torch.tensor(ids))
         if speaker_at >= 0:
             x[speaker_at] = 0
         x = torch.cat([x, *(self.linear_proj_audio(part)[None] for part in heard.split(PATCH) if len(part))])
         history, said = torch.cat([torch.zeros(HISTORY, LATENT), heard])[-HISTORY:], []
+        self.ended = False
         for step in range(steps):
             state = self.model.model(inputs_embeds=x[None]).last_hidden_state[0, -1]
             noise = noise_of(seed, step)
             said.append(self.flowloss["cfm"]["model"].sample(state, history, noise, temperature))
             if step > 3 and self.stop_head(state).softmax(-1)[1] > 0.5:
+                self.ended = True
                 break
             x = torch.cat([x, self.linear_proj_audio(said[-1])[None]])
             history = torch.cat([history, said[-1]])[-HISTORY:]
