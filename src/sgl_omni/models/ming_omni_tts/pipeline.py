@@ -1,7 +1,7 @@
 """Ming-Omni-TTS as a pipeline: preprocessing -> reference_encoder -> tts_engine. Imports no torch.
 
-Both edges carry plain payloads (fields of the request; the reference voice's embedding and latents as tensors),
-so each stage may run in a process of its own.
+Both edges carry plain payloads (fields of the request; the reference voice's samples and latents as arrays), so
+each stage may run in a process of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
+from sgl_omni.config.tasks import SpeechTask, Tasks
+from sgl_omni.models.ming_omni_tts.files import ARCHITECTURE, checked
 
 _STAGES = "sgl_omni.models.ming_omni_tts.stages"
 
@@ -16,10 +18,10 @@ _STAGES = "sgl_omni.models.ming_omni_tts.stages"
 class MingOmniTTSPipelineConfig(PipelineConfig):
     """Ming-Omni-TTS on one GPU: three stages, each in its own Process."""
 
-    runnable: ClassVar[bool] = False
     model_ids: ClassVar[tuple[str, ...]] = ("inclusionAI/Ming-omni-tts-0.5B", "inclusionAI/Ming-omni-tts-16.8B-A3B")
-    architectures: ClassVar[tuple[str, ...]] = ("BailingMMNativeForConditionalGeneration",)
+    architectures: ClassVar[tuple[str, ...]] = (ARCHITECTURE,)
     engine_stages: ClassVar[tuple[str, ...]] = ("tts_engine",)
+    process_local_edges: ClassVar[tuple[tuple[str, str], ...]] = ()
     default_stages: ClassVar[dict[str, dict[str, Any]]] = {
         "preprocessing": {
             "factory_path": f"{_STAGES}.create_preprocessing",
@@ -41,3 +43,17 @@ class MingOmniTTSPipelineConfig(PipelineConfig):
             "terminal": True,
         },
     }
+
+    @classmethod
+    def tasks(cls, model_path: str) -> Tasks:
+        """Raises ``InvalidRequest`` that names the file or field where the checkpoint lacks something."""
+        config = checked(model_path)
+        return Tasks(
+            speech=SpeechTask(
+                voices=(),
+                default_voice=None,
+                sample_rate=config["audio_tokenizer_config"]["sample_rate"],
+                max_references=1,
+                takes_instructions=True,
+            )
+        )

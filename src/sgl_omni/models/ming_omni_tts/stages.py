@@ -1,27 +1,83 @@
-"""The factories of Ming-Omni-TTS's stages. Their signatures are what planning checks; they do not run yet."""
+"""The factories of Ming-Omni-TTS's stages. This module imports no torch."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sgl_omni.models.ming_omni_tts.pipeline import MingOmniTTSPipelineConfig
-from sgl_omni.runtime.stage import EngineStage, FunctionStage, Stage
+from sgl_omni.errors import StartupError
+from sgl_omni.models.folder import find_folder, read_json
+from sgl_omni.runtime.stage import EngineStage, FunctionStage, Payload, Request
 
-_not_yet = MingOmniTTSPipelineConfig.not_runnable
+if TYPE_CHECKING:
+    import torch
 
 
 def create_preprocessing(model_path: str) -> FunctionStage:
     """Text, style and reference audio to prompt tokens and samples, on the host."""
-    raise _not_yet()
+    from sgl_omni.models.ming_omni_tts.preprocess import SpeechPreprocessor
+    from sgl_omni.models.ming_omni_tts.prompt import PromptWriter
+    from sgl_omni.text.tokenizer import TextTokenizer
+
+    folder = find_folder(model_path)
+    config = read_json(folder)
+    audio = config["audio_tokenizer_config"]
+    frames = config["ditar_config"]["patch_size"] * max(1, audio.get("patch_size", -1))
+    step_samples = frames * audio["enc_kwargs"].get("hop_size", 320)
+    writer = PromptWriter(TextTokenizer.load(folder))
+    return FunctionStage(SpeechPreprocessor(writer, audio["sample_rate"], step_samples), concurrency=4)
 
 
-def create_reference_encoder(model_path: str, gpu_id: int | None = None, device: str = "cpu") -> Stage:
-    """Reference audio to the speaker's embedding and the latents of the prompt."""
-    raise _not_yet()
+def create_reference_encoder(
+    model_path: str, gpu_id: int | None = None, device: str = "cpu", dtype: str | None = None
+) -> FunctionStage:
+    """A reference's samples to the latents of the prompt."""
+    import torch
+
+    from sgl_omni.models.ming_omni_tts.vae import VaeEncoder
+
+    encoder = VaeEncoder.load(find_folder(model_path), device, _dtype(dtype, device))
+
+    def encode(payload: Payload, request: Request) -> Payload:
+        samples = payload.pop("samples", None)
+        if samples is None:
+            return payload
+        shape = (encoder.latents_of(len(samples)), encoder.spec.latent_size)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(payload["seed"] & 0x7FFFFFFFFFFFFFFF))
+        latents = encoder.encode(torch.as_tensor(samples).to(device), noise.to(device))
+        return {**payload, "latents": latents.cpu().numpy()}
+
+    return FunctionStage(encode)
 
 
 def create_engine(
-    model_path: str, gpu_id: int | None = None, device: str = "cpu", engine: dict[str, Any] | None = None
+    model_path: str,
+    gpu_id: int | None = None,
+    device: str = "cpu",
+    engine: dict[str, Any] | None = None,
+    budget_bytes: int | None = None,
+    default_max_steps: int = 200,
 ) -> EngineStage:
     """Prompt to latent patches and, patch by patch, to audio."""
-    raise _not_yet()
+    from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
+    from sgl_omni.models.ming_omni_tts.model import MingModel
+    from sgl_omni.models.ming_omni_tts.task import MingTask
+    from sgl_omni.models.ming_omni_tts.vae import VaeDecoder
+
+    folder, dtype = find_folder(model_path), _dtype((engine or {}).get("dtype"), device)
+    model = MingModel.load(folder, device, dtype)
+    task = MingTask(model, VaeDecoder.load(folder, device, dtype), default_max_steps=default_max_steps)
+    settings = EngineSettings.parse(engine or {}, budget_bytes=budget_bytes)
+    positions = model.spec.decoder.max_positions
+    return EngineStage(AutoregressiveEngine.build(model, task, settings, max_positions=positions))
+
+
+def _dtype(name: str | None, device: str) -> torch.dtype:
+    """By default bfloat16 on a GPU, and float32 elsewhere."""
+    import torch
+
+    if name is None:
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in known:
+        raise StartupError(f"dtype {name!r} is not one of {', '.join(known)}")
+    return known[name]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from sgl_omni.engine.checkpoint import Slot
 from sgl_omni.engine.layers import parameter
+from sgl_omni.engine.pairs import rotate_pairs, rotation_of
 from sgl_omni.models.moss_tts_local.codec_spec import BlockSpec, TransformerSpec
-from sgl_omni.models.moss_tts_local.pairs import rotate_pairs, rotation_of
 
 _NORM_EPS = 1e-5
 

@@ -12,7 +12,7 @@ from sgl_omni.engine.checkpoint import Slot
 from sgl_omni.engine.code_predictor import FixedCache
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import parameter
-from sgl_omni.models.moss_tts_local.pairs import rotate_pairs, rotation_of
+from sgl_omni.engine.pairs import rotate_pairs, rotation_of
 from sgl_omni.models.moss_tts_local.spec import LocalSpec
 
 

@@ -1,0 +1,72 @@
+"""The entry stage: a speech task's text, options and reference to a prompt and samples. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_omni.audio.decode import decode_audio
+from sgl_omni.audio.stretch import FASTEST, SLOWEST
+from sgl_omni.errors import InvalidRequest
+from sgl_omni.models.ming_omni_tts.prompt import PromptWriter
+from sgl_omni.runtime.stage import Payload, Request
+
+MAX_REFERENCE_SECONDS = 60.0
+_UNKNOWN = ("top_k", "top_p", "repetition_penalty")
+
+
+class SpeechPreprocessor:
+    """``(payload, request) -> payload``: ``ids`` and ``speaker_at``, every option, and ``samples`` of a reference."""
+
+    def __init__(self, writer: PromptWriter, sample_rate: int, step_samples: int) -> None:
+        """``step_samples``: a reference is filled up to a multiple of these, as one step of the model makes."""
+        self._writer = writer
+        self._sample_rate = sample_rate
+        self._step_samples = step_samples
+
+    def __call__(self, payload: Payload, request: Request) -> Payload:
+        """Raises ``InvalidRequest`` for options out of range and for a reference that cannot be heard."""
+        text = payload.get("input")
+        if not isinstance(text, str) or not text.strip():
+            raise InvalidRequest("input must be a text", param="input")
+        if payload.get("voice"):
+            raise InvalidRequest("this model has no voices of its own; give a reference instead", param="voice")
+        for name in _UNKNOWN:
+            if payload.get(name) is not None:
+                raise InvalidRequest(f"this model takes no {name}", param=name)
+        spoken, samples = self._reference(payload.get("references") or [])
+        written = self._writer.write(text, spoken=spoken, instructions=payload.get("instructions"))
+        seed, steps = payload.get("seed"), payload.get("max_new_tokens")
+        return {
+            "ids": np.asarray(written.ids, dtype=np.int64),
+            "speaker_at": written.speaker_at,
+            "seed": secrets.randbits(62) if seed is None else seed,
+            "temperature": payload.get("temperature") or 0.0,
+            "speed": _speed(payload.get("speed")),
+            **({} if samples is None else {"samples": samples}),
+            **({} if steps is None else {"max_steps": steps}),
+        }
+
+    def _reference(self, references: list[dict[str, Any]]) -> tuple[str | None, NDArray[np.float32] | None]:
+        if not references:
+            return None, None
+        if len(references) > 1:
+            raise InvalidRequest("this model takes one reference", param="references")
+        spoken = references[0].get("text")
+        if not spoken or not spoken.strip():
+            raise InvalidRequest("this model needs what is said in the reference as its text", param="references")
+        samples = decode_audio(
+            references[0]["audio"], self._sample_rate, param="references", max_seconds=MAX_REFERENCE_SECONDS
+        )
+        return spoken, np.pad(samples, (0, -len(samples) % self._step_samples))
+
+
+def _speed(speed: float | None) -> float:
+    speed = 1.0 if speed is None else float(speed)
+    if not (math.isfinite(speed) and SLOWEST <= speed <= FASTEST):
+        raise InvalidRequest(f"speed must lie between {SLOWEST} and {FASTEST}, not {speed}", param="speed")
+    return speed

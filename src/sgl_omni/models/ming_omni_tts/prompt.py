@@ -1,0 +1,87 @@
+"""The prompt of Ming-Omni-TTS. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_omni.errors import InvalidRequest
+from sgl_omni.text.tokenizer import TextTokenizer
+
+_TASK = "Please generate speech based on the following description.\n"
+_BACKGROUND = ("Genre", "Mood", "Instrument", "Theme", "ENV", "SNR")
+_CAPTION = ("方言", "风格", "语速", "基频", "音量", "情感")
+"""Dialect, style, tempo, pitch, loudness, emotion: what a caption may say of a voice, beside its background."""
+
+_STYLE = "风格"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """``speaker_at``: the place of the speaker's vector, or -1 where the prompt has none."""
+
+    ids: list[int]
+    speaker_at: int
+
+
+class PromptWriter:
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        """Raises ``StartupError`` where the tokenizer lacks one of the prompt's marks."""
+        self._tokenizer = tokenizer
+        self._audio = tokenizer.id_of("<audio>")
+        self._speaker = [tokenizer.id_of(f"<|vision_{part}|>") for part in ("start", "pad")]
+        self._end = tokenizer.id_of("<|endoftext|>")
+
+    def write(self, text: str, *, spoken: str | None = None, instructions: str | None = None) -> Written:
+        """``spoken``: what is said in the reference, whose latents follow the prompt.
+
+        Without a reference the prompt names a speaker that is not told. Raises ``InvalidRequest`` for instructions that
+        are JSON and no caption.
+        """
+        encode, plain = self._tokenizer.encode, self._tokenizer.encode_plain
+        ids = [
+            *encode("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"),
+            *encode("<|im_start|>user\n"),
+            *encode(_TASK),
+        ]
+        speaker_at = -1
+        if spoken is None:
+            ids += encode("  speaker_1:")
+            speaker_at = len(ids) + 1
+            ids += [*self._speaker, *encode("<|vision_end|>\n")]
+        ids += [*encode(" Text input:\n"), *(plain(spoken) if spoken else ()), *plain(text)]
+        ids += [*encode("<|im_end|>\n"), *encode("<|im_start|>assistant\n")]
+        if instructions:
+            ids += [*plain(caption(instructions)), self._end]
+        return Written([*ids, self._audio], speaker_at)
+
+
+def caption(instructions: str) -> str:
+    """What the model was trained to be told: JSON with one speaker. A plain text is the voice's style; a JSON object
+    says its fields, as ``{"情感": "高兴"}``."""
+    told = _object(instructions)
+    speaker: dict[str, Any] = {"序号": 1, "说话人": "speaker_1"}
+    speaker |= {name: told.pop(name, None) for name in _CAPTION}
+    speaker["BGM"] = told.pop("BGM", dict.fromkeys(_BACKGROUND))
+    speaker["IP"] = told.pop("IP", None)
+    if told:
+        raise InvalidRequest(
+            f"instructions have unknown fields {', '.join(sorted(told))}; known are {', '.join(_CAPTION)}, BGM and IP",
+            param="instructions",
+        )
+    background = speaker["BGM"]
+    if isinstance(background, dict) and background.get("SNR") is not None:
+        order = ("序号", "说话人", "BGM", "情感", "方言", "风格", "语速", "基频", "音量", "IP")
+        speaker = {name: speaker[name] for name in order}
+    return json.dumps({"audio_sequence": [speaker]}, ensure_ascii=False)
+
+
+def _object(instructions: str) -> dict[str, Any]:
+    if not instructions.lstrip().startswith("{"):
+        return {_STYLE: instructions.strip()}
+    try:
+        found = json.loads(instructions)
+    except ValueError as error:
+        raise InvalidRequest(f"instructions are no JSON object: {error}", param="instructions") from error
+    return dict(found)

@@ -1,0 +1,116 @@
+"""What the ``config.json`` of a Ming-Omni-TTS checkpoint says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.errors import StartupError
+
+_ENCODER_AGGREGATOR_LAYERS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksSpec:
+    """Transformer blocks that see all of a short sequence at once."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    inner_size: int
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], name: str) -> BlocksSpec:
+        missing = [key for key in ("hidden_size", "depth", "num_heads") if config.get(key) is None]
+        if missing:
+            raise StartupError(f"Ming-Omni-TTS: the config lacks the field {name}.{missing[0]}")
+        width, heads = int(config["hidden_size"]), int(config["num_heads"])
+        if width % heads or (width // heads) % 2:
+            raise StartupError(f"Ming-Omni-TTS: {name}.num_heads {heads} does not divide the width {width} into pairs")
+        inner = int(width * float(config.get("mlp_ratio", 4.0)))
+        return cls(hidden_size=width, num_layers=int(config["depth"]), num_heads=heads, inner_size=inner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VaeSpec:
+    """``hop`` samples make up a frame, and ``patch`` frames a latent of ``latent_size`` numbers.
+
+    The encoder's frames are ``window`` samples long; without ``aggregator`` (patch 1) a frame is a latent.
+    """
+
+    sample_rate: int
+    latent_size: int
+    patch: int
+    hop: int
+    window: int
+    output_hop: int
+    encoder: DecoderConfig
+    aggregator: DecoderConfig | None
+    decoder: DecoderConfig
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> VaeSpec:
+        inside, outside = config["enc_kwargs"], config["dec_kwargs"]
+        patch = int(config.get("patch_size", -1))
+        encoder = _backbone(inside["backbone"])
+        window = int(inside.get("input_dim", 320))
+        # The published code cuts the encoder's own config to as many layers, by its rule for windows, not its list.
+        cut = {key: value for key, value in inside["backbone"].items() if key != "layer_types"}
+        cut["num_hidden_layers"] = _ENCODER_AGGREGATOR_LAYERS
+        if int(outside.get("latent_dim", inside["latent_dim"])) != int(inside["latent_dim"]):
+            raise StartupError("Ming-Omni-TTS: latent_dim of enc_kwargs and dec_kwargs differ")
+        return cls(
+            sample_rate=int(config["sample_rate"]),
+            latent_size=int(inside["latent_dim"]),
+            patch=max(1, patch),
+            hop=int(inside.get("hop_size", 320)),
+            window=window,
+            output_hop=int(outside["output_dim"]),
+            encoder=encoder,
+            aggregator=None if patch == -1 else _backbone(cut),
+            decoder=_backbone(outside["backbone"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MingSpec:
+    """A step makes ``patch`` latents; the flow sees the last ``history`` latents before them."""
+
+    decoder: DecoderConfig
+    flow: BlocksSpec
+    aggregator: BlocksSpec
+    patch: int
+    history: int
+    vae: VaeSpec
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> MingSpec:
+        """Raises ``StartupError`` that names what is missing or not supported."""
+        flow = config["ditar_config"]
+        patch = int(flow["patch_size"])
+        history = int(flow.get("history_patch_size", patch))
+        if history < patch:
+            raise StartupError(f"Ming-Omni-TTS: history_patch_size {history} is less than patch_size {patch}")
+        return cls(
+            decoder=DecoderConfig.parse({"model_type": "qwen2", "rms_norm_eps": 1e-6, **config["llm_config"]}),
+            flow=BlocksSpec.parse(flow, "ditar_config"),
+            aggregator=BlocksSpec.parse(config["aggregator_config"], "aggregator_config"),
+            patch=patch,
+            history=history,
+            vae=VaeSpec.parse(config["audio_tokenizer_config"]),
+        )
+
+    @property
+    def latent_size(self) -> int:
+        return self.vae.latent_size
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of audio that one step makes."""
+        return self.patch * self.vae.patch * self.vae.output_hop
+
+
+def _backbone(config: Mapping[str, Any]) -> DecoderConfig:
+    return DecoderConfig.parse({"model_type": "qwen2", "rms_norm_eps": 1e-6, "max_window_layers": 28, **config})

@@ -1,0 +1,85 @@
+"""The host side of Ming-Omni-TTS: prompts in, audio out."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sgl_omni.audio.stretch import TimeStretch
+from sgl_omni.engine.interface import Payload
+from sgl_omni.engine.request import Prompt, Request
+from sgl_omni.engine.task import Task, number, whole_number
+from sgl_omni.errors import InvalidRequest
+from sgl_omni.models.ming_omni_tts.model import MingModel, Speech
+from sgl_omni.models.ming_omni_tts.vae import VaeDecoder
+
+
+class MingTask(Task):
+    """``ids`` [length], ``speaker_at``, and ``latents`` [n, latent_size] of a reference; ``seed``, ``temperature``,
+    ``speed``. Chunks are ``{"audio": float32 [samples], "sample_rate": int}``.
+    """
+
+    def __init__(self, model: MingModel, vae: VaeDecoder, *, default_max_steps: int = 200) -> None:
+        self._model = model
+        self._vae = vae
+        self._default_max_steps = default_max_steps
+
+    def parse(self, request_id: str, payload: Payload) -> Request:
+        spec = self._model.spec
+        steps = whole_number(payload, "max_steps", self._default_max_steps)
+        if steps < 1:
+            raise InvalidRequest(f"max_new_tokens must be 1 or more, not {steps}", param="max_new_tokens")
+        ids = torch.as_tensor(np.asarray(payload["ids"], dtype=np.int64))
+        latents = torch.as_tensor(np.asarray(payload.get("latents", np.zeros((0, spec.latent_size))), np.float32))
+        prompt = self._model.embed_prompt(ids, whole_number(payload, "speaker_at", -1), latents)
+        return Request(
+            request_id,
+            Prompt(embeddings=prompt),
+            max_outputs=steps,
+            task=Speech(
+                history=self._history(latents),
+                seed=whole_number(payload, "seed", 0),
+                temperature=number(payload, "temperature", 0.0),
+                speed=number(payload, "speed", 1.0),
+            ),
+        )
+
+    def _history(self, latents: Tensor) -> Tensor:
+        spec = self._model.spec
+        history = torch.zeros(spec.history, spec.latent_size)
+        known = latents[-spec.history :]
+        history[spec.history - len(known) :] = known
+        return history.to(self._model.device)
+
+    def take(self, request: Request, row: list[int]) -> bool:
+        request.outputs.append(row)
+        if row[0] == 1:
+            request.finish_reason = "stop"
+        elif request.is_at_limit:
+            request.finish_reason = "length"
+        return request.finish_reason is not None
+
+    def chunk(self, request: Request) -> Payload | None:
+        speech: Speech = request.task
+        new, ended = speech.latents[request.sent :], request.finish_reason is not None
+        request.sent = len(speech.latents)
+        samples = self._vae.decode(torch.cat(new), speech.stream, last=ended).clamp(-1, 1).cpu().numpy()
+        audio = self._at_speed(speech, samples, ended)
+        return {"audio": audio, "sample_rate": self._vae.spec.sample_rate} if len(audio) else None
+
+    def _at_speed(self, speech: Speech, samples: NDArray[np.float32], ended: bool) -> NDArray[np.float32]:
+        if speech.speed == 1:
+            return samples
+        if speech.stretch is None:
+            speech.stretch = TimeStretch(speech.speed, self._vae.spec.sample_rate)
+        parts = [speech.stretch.feed(samples), *([speech.stretch.flush()] if ended else [])]
+        return np.concatenate(parts)
+
+    def result(self, request: Request) -> Payload:
+        return {
+            "finish_reason": request.finish_reason,
+            "input_tokens": request.prompt_length,
+            "output_tokens": len(request.outputs),
+        }

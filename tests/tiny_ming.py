@@ -1,0 +1,350 @@
+"""A tiny Ming-Omni-TTS: a checkpoint in real format, and a plain model of the same.
+
+The model is written from the published description, one request at a time: transformers' Qwen2 as the language model
+and in the audio VAE, everything again in each step, and recordings decoded whole. Its modules have the names on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+WIDTH, LATENT, PATCH, HISTORY = 32, 6, 2, 5
+RATE, HOP, VAE_PATCH = 8000, 8, 4
+STEP = PATCH * VAE_PATCH * HOP
+TEXTS = ("Good morning.", "The bus arrived ten minutes late.", "Why?", "äöü 你好")
+SPECIALS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<audio>",
+    "<audioPatch>",
+)
+CAPTION = (
+    '{"audio_sequence": [{"序号": 1, "说话人": "speaker_1", "方言": null, "风格": "soft", "语速": null, "基频": null, '
+    '"音量": null, "情感": null, "BGM": {"Genre": null, "Mood": null, "Instrument": null, "Theme": null, "ENV": null, '
+    '"SNR": null}, "IP": null}]}'
+)
+
+
+class PlainNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = PlainNorm(width), PlainNorm(width)
+        self.attn = nn.ModuleDict({name: nn.Linear(width, width) for name in ("to_q", "to_k", "to_v")})
+        self.attn["to_out"] = nn.ModuleList([nn.Linear(width, width)])
+        gelu = nn.GELU(approximate="tanh")
+        inner = nn.Sequential(nn.Linear(width, 2 * width), gelu)
+        self.mlp = nn.ModuleDict({"ff": nn.Sequential(inner, nn.Identity(), nn.Linear(2 * width, width))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        q, k, v = (
+            self.attn[name](normed).view(len(x), self.heads, -1).transpose(0, 1) for name in ("to_q", "to_k", "to_v")
+        )
+        q, k = turned(q), turned(k)
+        scores = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).softmax(-1)
+        x = x + self.attn["to_out"][0]((scores @ v).transpose(0, 1).reshape(x.shape))
+        return x + self.mlp["ff"](self.norm2(x))
+
+
+class PlainBlocks(nn.Module):
+    def __init__(self, width: int, depth: int, out: int) -> None:
+        super().__init__()
+        self.x_embedder = nn.Linear(LATENT, width)
+        self.blocks = nn.ModuleList(PlainBlock(width, 2) for _ in range(depth))
+        self.final_layer = nn.ModuleDict({"norm_final": PlainNorm(width), "linear": nn.Linear(width, out)})
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.final_layer["linear"](self.final_layer["norm_final"](x))
+
+
+class PlainAggregator(PlainBlocks):
+    def __init__(self) -> None:
+        super().__init__(16, 2, WIDTH)
+        self.word_embedder = nn.Embedding(1, 16)
+
+    def forward(self, latents: Tensor) -> Tensor:
+        return self.run(torch.cat([self.word_embedder.weight, self.x_embedder(latents)]))[0]
+
+
+class PlainFlow(PlainBlocks):
+    def __init__(self) -> None:
+        super().__init__(24, 2, LATENT)
+        self.t_embedder = nn.ModuleDict({"time_mlp": nn.Sequential(nn.Linear(256, 24), nn.SiLU(), nn.Linear(24, 24))})
+        self.c_embedder = nn.ModuleDict({"cond_embedder": nn.Linear(WIDTH, 24)})
+
+    def field(self, x: Tensor, time: float, state: Tensor, history: Tensor) -> Tensor:
+        frequencies = torch.exp(-math.log(10000) / 127 * torch.arange(128))
+        angles = 1000 * time * frequencies
+        y = self.t_embedder["time_mlp"](torch.cat([angles.sin(), angles.cos()])) + self.c_embedder["cond_embedder"](
+            state
+        )
+        return self.run(torch.cat([y[None], self.x_embedder(history), self.x_embedder(x)]))[-PATCH:]
+
+    def sample(self, state: Tensor, history: Tensor, noise: Tensor, temperature: float) -> Tensor:
+        x = noise[0]
+        times = torch.tensor([0, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32]) / 32
+        times = times - (torch.cos(torch.pi / 2 * times) - 1 + times)
+        for i in range(10):
+            told = self.field(x, float(times[i]), state, history)
+            untold = self.field(x, float(times[i]), torch.zeros_like(state), history)
+            length = times[i + 1] - times[i]
+            x = x + length * (told + 2.0 * (told - untold))
+            if i < 9:
+                x = x + 0.25 * temperature**0.5 * length**0.5 * noise[1 + i]
+        return x
+
+
+class PlainVae(nn.Module):
+    def __init__(self, backbone: Any, layers: Any) -> None:
+        super().__init__()
+        import transformers
+
+        made = transformers.Qwen2Model
+        self.encoder = nn.ModuleDict(
+            {
+                "encoder": made(backbone),
+                "aggregator": made(layers(4)),
+                "fc1": nn.Linear(HOP, WIDTH, bias=False),
+                "fc2": nn.Linear(WIDTH, WIDTH),
+                "fc3": nn.Linear(WIDTH, 2 * LATENT),
+                "norm": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.encoder.cls_embed = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.decoder = nn.ModuleDict(
+            {
+                "decoder": made(layers(2)),
+                "fc1": nn.Linear(LATENT, WIDTH),
+                "head": nn.ModuleDict({"out": nn.Linear(WIDTH, 4 * HOP + 2), "istft": nn.Module()}),
+            }
+        )
+        self.decoder["head"]["istft"].register_buffer("window", torch.hann_window(4 * HOP))
+
+    @torch.no_grad()
+    def encode(self, samples: Tensor, noise: Tensor) -> Tensor:
+        frames = F.pad(samples, (0, -len(samples) % HOP)).view(-1, HOP)
+        x = self.encoder["fc2"](self.encoder["fc1"](frames))
+        x = self.encoder["encoder"](inputs_embeds=x[None]).last_hidden_state[0]
+        x = F.pad(x, (0, 0, 0, -len(x) % VAE_PATCH)).view(-1, VAE_PATCH, WIDTH)
+        x = torch.cat([x, self.encoder.cls_embed.expand(len(x), 1, WIDTH)], 1).reshape(1, -1, WIDTH)
+        x = self.encoder["aggregator"](inputs_embeds=x).last_hidden_state[0].view(-1, VAE_PATCH + 1, WIDTH)[:, -1]
+        mean, scale = self.encoder["fc3"](x).chunk(2, -1)
+        return mean + (F.softplus(scale) + 1e-4) * noise
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """The whole recording, by torch's own inverse transform."""
+        x = self.decoder["fc1"](latents)
+        x = F.interpolate(x.T[None], scale_factor=VAE_PATCH, mode="linear", align_corners=False)[0].T
+        x = self.decoder["decoder"](inputs_embeds=x[None]).last_hidden_state[0]
+        size, phase = self.decoder["head"]["out"](x).chunk(2, -1)
+        frames = torch.fft.irfft(size.exp().clamp(max=100) * torch.exp(1j * phase), 4 * HOP)
+        window = self.decoder["head"]["istft"].window
+        audio, weight = (torch.zeros((len(frames) + 3) * HOP) for _ in range(2))
+        for i, frame in enumerate(frames):
+            audio[i * HOP : (i + 4) * HOP] += frame * window
+            weight[i * HOP : (i + 4) * HOP] += window**2
+        edge = 3 * HOP // 2
+        return (audio / weight.clamp(min=1e-11))[edge:-edge]
+
+
+class PlainMing(nn.Module):
+    def __init__(self, model: Any, vae: PlainVae) -> None:
+        super().__init__()
+        self.model, self.audio = model, vae
+        self.linear_proj_audio = PlainAggregator()
+        self.flowloss = nn.ModuleDict({"cfm": nn.ModuleDict({"model": PlainFlow()})})
+        self.stop_head = nn.Linear(WIDTH, 2)
+        self.spk_head = nn.Linear(192, WIDTH)
+
+    @torch.no_grad()
+    def latents(
+        self, ids: list[int], speaker_at: int, heard: Tensor, seed: int, steps: int, temperature: float = 0.0
+    ) -> Tensor:
+        """Ids and the reference's latents [n * PATCH, LATENT] -> latents [steps * PATCH, LATENT]; ``ended`` says
+        whether the model ended them itself."""
+        x = self.model.model.embed_tokens(torch.tensor(ids))
+        if speaker_at >= 0:
+            x[speaker_at] = 0
+        x = torch.cat([x, *(self.linear_proj_audio(part)[None] for part in heard.split(PATCH) if len(part))])
+        history, said = torch.cat([torch.zeros(HISTORY, LATENT), heard])[-HISTORY:], []
+        self.ended = False
+        for step in range(steps):
+            state = self.model.model(inputs_embeds=x[None]).last_hidden_state[0, -1]
+            noise = noise_of(seed, step)
+            said.append(self.flowloss["cfm"]["model"].sample(state, history, noise, temperature))
+            if step > 3 and self.stop_head(state).softmax(-1)[1] > 0.5:
+                self.ended = True
+                break
+            x = torch.cat([x, self.linear_proj_audio(said[-1])[None]])
+            history = torch.cat([history, said[-1]])[-HISTORY:]
+        return torch.cat(said)
+
+
+def noise_of(seed: int, step: int) -> Tensor:
+    """The random numbers are ours to choose; these are the ones that the engine documents."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    return torch.randn(11, PATCH, LATENT, generator=generator)
+
+
+def turned(x: Tensor) -> Tensor:
+    size = x.shape[-1]
+    angles = torch.arange(x.shape[1])[:, None] * 10000.0 ** -(torch.arange(0, size, 2) / size)
+    numbers = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
+    return torch.view_as_real(numbers * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    folder: Path
+    model: PlainMing
+    tokenizer: Any
+
+    def prompt(self, text: str, spoken: str | None = None, caption: str | None = None) -> tuple[list[int], int]:
+        """Ids and the place of the speaker, as the published code puts them together."""
+        encode = self.tokenizer.encode
+        ids = encode("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n") + encode("<|im_start|>user\n")
+        ids += encode("Please generate speech based on the following description.\n")
+        at = -1
+        if spoken is None:
+            ids += encode("  speaker_1:") + encode("<|vision_start|>")
+            at = len(ids)
+            ids += encode("<|vision_pad|>") + encode("<|vision_end|>\n")
+        ids += encode(" Text input:\n") + encode(spoken or "") + encode(text)
+        ids += encode("<|im_end|>\n") + encode("<|im_start|>assistant\n")
+        if caption is not None:
+            ids += encode(caption) + encode("<|endoftext|>")
+        return ids + encode("<audio>"), at
+
+
+def build(folder: Path) -> Tiny:
+    import transformers
+
+    torch.manual_seed(7)
+    tokenizer = write_tokenizer(folder)
+
+    def backbone(layers: int, **options: Any) -> Any:
+        return transformers.Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=WIDTH,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            **options,
+        )
+
+    def windowed(layers: int) -> Any:
+        config = backbone(layers, use_sliding_window=True, sliding_window=7, max_window_layers=1)
+        config._attn_implementation = "eager"
+        return config
+
+    vae = PlainVae(windowed(2), windowed)
+    model = PlainMing(transformers.Qwen2ForCausalLM(backbone(2, tie_word_embeddings=True)), vae).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.25)
+        # A strong field would enlarge rounding from step to step.
+        model.flowloss["cfm"]["model"].final_layer["linear"].weight.mul_(0.5)
+        vae.decoder["head"]["out"].weight.mul_(0.5)
+    balance(model, tokenizer, folder)
+    said = {"latent_dim": LATENT}
+    config = {
+        "architectures": ["BailingMMNativeForConditionalGeneration"],
+        "model_type": "dense",
+        "llm_config": as_json(model.model.config),
+        "ditar_config": {
+            "hidden_size": 24,
+            "depth": 2,
+            "num_heads": 2,
+            "mlp_ratio": 2.0,
+            "patch_size": PATCH,
+            "history_patch_size": HISTORY,
+        },
+        "aggregator_config": {"hidden_size": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0},
+        "audio_tokenizer_config": {
+            "sample_rate": RATE,
+            "patch_size": VAE_PATCH,
+            "enc_kwargs": {**said, "backbone": as_json(windowed(2)), "input_dim": HOP, "hop_size": HOP},
+            "dec_kwargs": {**said, "backbone": as_json(windowed(2)), "output_dim": HOP},
+            "semantic_module_kwargs": None,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {n: t.detach().clone().contiguous() for n, t in model.state_dict().items() if n != "model.lm_head.weight"}
+    save_file(tensors, folder / "model.safetensors")
+    return Tiny(folder, model, tokenizer)
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def balance(model: PlainMing, tokenizer: Any, folder: Path) -> None:
+    """Sharp attention, and a head of the end that is as often above as below a half."""
+    with torch.no_grad():
+        for layer in model.model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(3)
+            layer.self_attn.o_proj.weight.mul_(2)
+        model.stop_head.weight.mul_(0.0)
+        model.stop_head.bias.copy_(torch.tensor([1.0, 0.0]))
+        tiny, states = Tiny(folder, model, tokenizer), []
+        hook = model.stop_head.register_forward_pre_hook(lambda _, given: states.append(given[0].clone()))
+        for i, text in enumerate(TEXTS):
+            ids, at = tiny.prompt(text)
+            model.latents(ids, at, torch.zeros(0, LATENT), i, 10)
+        hook.remove()
+        found = torch.stack(states)
+        direction = torch.randn(WIDTH)
+        sizes = found @ direction
+        model.stop_head.weight[1] = direction
+        model.stop_head.bias.copy_(torch.tensor([0.0, float(-sizes.mean() - 0.8 * sizes.std())]))
+
+
+def write_tokenizer(folder: Path) -> Any:
+    import tokenizers
+    import transformers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([*TEXTS, "You are a helpful assistant user speech based description"], trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
+    tokenizer.save_pretrained(folder)
+    return tokenizer
