@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationMixin, LogitsProcessorList
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -103,7 +103,8 @@ def _say_more_than_one_thing(reference: Any) -> None:
     decoder = reference.model.decoder
     table = decoder.embed_tokens.weight
     table *= 2 / table.norm(dim=-1, keepdim=True)
-    table[EOS] *= 1.6
+    table[EOS] *= 1.35
+    table[FIRST_TIME:] *= 0.8
     clips = [noise(seed, 1.0) for seed in range(48)]
     heard = torch.cat([extractor()(clip, sampling_rate=RATE, return_tensors="pt").input_features for clip in clips])
     allowed = torch.tensor(sorted(set(IDS.values()) - set(SUPPRESSED)))
@@ -140,6 +141,23 @@ def _tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
+class HearsToTheEnd(LogitsProcessor):
+    """This project's own rule: no end after a pair of times, while more than half a second is left of the window."""
+
+    def __init__(self, generation: Any, prompt_length: int, seconds: float, time_step: float) -> None:
+        self._eos, self._first_time = generation.eos_token_id, generation.no_timestamps_token_id + 1
+        self._prompt_length = prompt_length
+        self._heard_until = max(0, int((seconds - 0.5) / time_step))
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        said = input_ids[0, self._prompt_length :].tolist()
+        pair = len(said) > 1 and min(said[-2:]) >= self._first_time
+        if pair and said[-1] - self._first_time < self._heard_until:
+            scores = scores.clone()
+            scores[:, self._eos] = float("-inf")
+        return scores
+
+
 def states_of(reference: Any, features: Any) -> torch.Tensor:
     """features [mels, frames] -> states [frames / 2, width]."""
     with torch.no_grad():
@@ -148,16 +166,25 @@ def states_of(reference: Any, features: Any) -> torch.Tensor:
 
 
 def generate(
-    reference: Any, states: torch.Tensor, prompt: Sequence[int], *, timestamps: bool = False, most: int | None = None
+    reference: Any,
+    states: torch.Tensor,
+    prompt: Sequence[int],
+    *,
+    timestamps: bool = False,
+    seconds: float = 1.0,
+    time_step: float = 0.02,
 ) -> list[int]:
     """What transformers says after a prompt, with its own rules, end and all; ``states`` [frames, width]."""
-    rules = [WhisperTimeStampLogitsProcessor(reference.generation_config, len(prompt))] if timestamps else []
+    generation, rules = reference.generation_config, list[LogitsProcessor]()
+    if timestamps:
+        rules.append(HearsToTheEnd(generation, len(prompt), seconds, time_step))
+        rules.append(WhisperTimeStampLogitsProcessor(generation, len(prompt)))
     said: list[int] = GenerationMixin.generate(
         reference,
         logits_processor=LogitsProcessorList(rules),
         encoder_outputs=BaseModelOutput(last_hidden_state=states[None]),
         decoder_input_ids=torch.tensor([list(prompt)]),
-        max_new_tokens=most or reference.config.max_target_positions - len(prompt),
+        max_new_tokens=reference.config.max_target_positions - len(prompt),
         do_sample=False,
     )[0, len(prompt) :].tolist()
     return said
@@ -173,12 +200,16 @@ def transcribe(
     reference: Any,
     windows: Sequence[torch.Tensor],
     *,
+    seconds: Sequence[float] | None = None,
     language: str | None = None,
     task: str = "transcribe",
     timestamps: bool = False,
     history: Sequence[int] = (),
 ) -> list[list[int]]:
-    """What is said in each window, one after another, each with its end where it has one."""
+    """What is said in each window, one after another, each with its end where it has one.
+
+    ``seconds``: how long each is, by default one.
+    """
     generation, length = reference.generation_config, reference.config.max_target_positions
     base = [generation.decoder_start_token_id or START]
     if generation.is_multilingual:
@@ -186,10 +217,10 @@ def transcribe(
         base += [found, generation.task_to_id[task]]
     base += [] if timestamps else [generation.no_timestamps_token_id]
     said, before = [], list(history)
-    for states in windows:
+    for states, length_heard in zip(windows, seconds or [1.0] * len(windows), strict=True):
         kept = before[-(length // 2 - 1) :]
         prompt = [*([generation.prev_sot_token_id, *kept] if kept else []), *base]
-        tokens = generate(reference, states, prompt, timestamps=timestamps)
+        tokens = generate(reference, states, prompt, timestamps=timestamps, seconds=length_heard)
         said.append(tokens)
         ended = tokens[-1] == generation.eos_token_id
         before = [*before, *tokens[:-1]] if ended and not repeats_itself(tokens[:-1]) else []

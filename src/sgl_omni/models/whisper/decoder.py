@@ -106,7 +106,7 @@ class WhisperLayer(nn.Module):
 class WhisperDecoder(nn.Module, StepModel):
     """Tokens in, logits over tokens out; the head is the embedding.
 
-    A request's ``frame_limit`` is its sequence's ``Mode``, and its ``frame_end`` its ``times``; see ``rules``.
+    A request's ``frame_limit`` is its sequence's plan, and its ``frame_end`` its ``times``; see ``rules``.
     """
 
     def __init__(self, spec: WhisperSpec) -> None:
@@ -187,13 +187,13 @@ class WhisperDecoder(nn.Module, StepModel):
         return F.linear(hidden, self.embedding)[:, None]
 
     def rule(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        facts = [(request.frame_limit, not request.outputs, request.frame_end) for request in requests]
-        modes, first, times = torch.tensor(facts, dtype=torch.int64, device=logits.device).T
-        return self.rules(logits, modes, first != 0, times)
+        facts = [(request.frame_limit, len(request.outputs), request.frame_end) for request in requests]
+        plans, steps, times = torch.tensor(facts, dtype=torch.int64, device=logits.device).T
+        return self.rules(logits, plans, steps, times)
 
     def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
-        modes = state.fields[:, Field.LIMIT].to(torch.int64)
-        return self.rules(logits, modes, state.steps == 0, state.ends)
+        plans = state.fields[:, Field.LIMIT].to(torch.int64)
+        return self.rules(logits, plans, state.steps, state.ends)
 
     def finish_rows(self, ids: Tensor, hidden: Tensor, state: RowState) -> tuple[Tensor, Tensor | None]:
         return ids, next_times_rows(state.ends, ids[:, 0], self.spec.timestamp_begin)

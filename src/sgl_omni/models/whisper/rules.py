@@ -1,7 +1,8 @@
 """What Whisper may say next, as functions of tensors: the same for requests on the host and for device rows.
 
 A sequence is of one of three modes. Of a sequence with timestamps, ``times`` says what the next token depends on: the
-last timestamp, and whether the last two tokens were timestamps. It is -1 before the first token.
+last timestamp, and whether the last two tokens were timestamps. It is -1 before the first token. Its plan is
+what does not change: the mode, and how far the audio reaches.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from sgl_omni.models.whisper.spec import WhisperSpec
 
 _LAST, _BEFORE, _SHIFT = 1, 2, 2
+_MODES, _PLAN_SHIFT = 3, 2
 
 
 class Mode(IntEnum):
@@ -23,6 +25,11 @@ class Mode(IntEnum):
     TIMESTAMPS = 1
     LANGUAGE = 2
     """One token: the language that is spoken."""
+
+
+def plan_of(mode: Mode, heard_until: int) -> int:
+    """Both in one number. ``heard_until``: the timestamp before which audio may not be left unheard."""
+    return max(0, heard_until) << _PLAN_SHIFT | mode
 
 
 def next_times(times: int, token: int, timestamp_begin: int) -> int:
@@ -58,24 +65,29 @@ class WhisperRules:
         self._is_time = (ids >= spec.timestamp_begin).to(device)
         self._is_text = (ids < spec.eos_id).to(device)
 
-    def __call__(self, logits: Tensor, modes: Tensor, first: Tensor, times: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, plans: Tensor, steps: Tensor, times: Tensor) -> Tensor:
         """logits [n, 1, vocabulary] without what may not be said.
 
-        ``modes`` and ``times`` int64 [n], ``first`` bool [n]: whether nothing has been said yet.
+        ``plans``, ``steps`` (tokens said so far) and ``times`` int64 [n].
         """
         scores = logits[:, 0]
-        first, modes = first[:, None], modes[:, None]
+        steps, modes = steps[:, None], (plans & _MODES)[:, None]
+        first = steps == 0
         scores = scores.masked_fill(self._never | (self._not_first & first), float("-inf"))
-        timed = self._with_timestamps(scores, first, times[:, None])
+        timed = self._with_timestamps(scores, steps, times[:, None], (plans >> _PLAN_SHIFT)[:, None])
         scores = torch.where(modes == Mode.TIMESTAMPS, timed, scores)
         # The likeliest alone: a temperature is for what is said, not for this.
         language = logits[:, 0].masked_fill(self._other_than_languages, float("-inf"))
         language = language.masked_fill(language < language.amax(-1, keepdim=True), float("-inf"))
         return torch.where(modes == Mode.LANGUAGE, language, scores)[:, None]
 
-    def _with_timestamps(self, scores: Tensor, first: Tensor, times: Tensor) -> Tensor:
-        """scores [n, vocabulary]; ``first`` and ``times`` [n, 1]."""
-        spec = self._spec
+    def _with_timestamps(self, scores: Tensor, steps: Tensor, times: Tensor, heard_until: Tensor) -> Tensor:
+        """scores [n, vocabulary], the others [n, 1].
+
+        A model that ends after a pair of times says that more is spoken from there on, and leaves it to a window that
+        begins there. Here no window does, so it has to go on, unless next to nothing is left.
+        """
+        spec, first = self._spec, steps == 0
         said = times.clamp(min=0)
         last = (said & _LAST) != 0
         before = (times < 0) | ((said & _BEFORE) != 0)
@@ -85,6 +97,8 @@ class WhisperRules:
         forbidden = forbidden | (last & before & self._is_time) | (last & ~before & self._is_text)
         forbidden = forbidden | (self._is_time & (self._ids < lowest))
         forbidden = forbidden | (first & ~self._is_time)
+        unheard = last & before & (steps > 1) & ((said >> _SHIFT) <= heard_until)
+        forbidden = forbidden | (unheard & (self._ids == spec.eos_id))
         if spec.max_initial_timestamp is not None:
             forbidden = forbidden | (first & (self._ids > spec.timestamp_begin + spec.max_initial_timestamp))
         scores = scores.masked_fill(forbidden, float("-inf"))

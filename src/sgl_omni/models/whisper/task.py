@@ -15,8 +15,11 @@ from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Prompt, Request, Segment
 from sgl_omni.engine.task import Task, parse_sampling, whole_number
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.whisper.rules import Mode, next_times
+from sgl_omni.models.whisper.rules import Mode, next_times, plan_of
 from sgl_omni.models.whisper.spec import TASKS, WhisperSpec
+
+_LEFT_UNHEARD = 0.5
+"""Seconds at the end of a window that may go without words."""
 
 _REPETITIVE = 2.4
 """Tokens that compress better than this go round in circles; they would draw the next window into the circle."""
@@ -105,7 +108,7 @@ class WhisperTask(Task):
             sampling=parse_sampling(payload),
             followers=deque([self._longest] * later),
             source=first.source,
-            frame_limit=transcript.mode,
+            frame_limit=self._plan(transcript, at=0),
             task=transcript,
         )
 
@@ -116,7 +119,7 @@ class WhisperTask(Task):
         if transcript.detecting:
             transcript.language, transcript.detecting = token, False
             transcript.input_tokens += request.prompt_length
-            self._prepare(request, self._segment(transcript, heard=True))
+            self._prepare(request, self._segment(transcript, heard=True), self._plan(transcript, at=0))
             return True
         if transcript.ended:
             transcript.at, transcript.ended, transcript.tokens = transcript.at + 1, False, []
@@ -142,13 +145,13 @@ class WhisperTask(Task):
         astray = cut or repeats_itself(transcript.tokens)
         history = [] if astray else [*transcript.history, *transcript.tokens]
         transcript.history = history[-self._spec.longest_history :]
-        self._prepare(request, self._segment(transcript, at=transcript.at + 1))
+        at = transcript.at + 1
+        self._prepare(request, self._segment(transcript, at=at), self._plan(transcript, at=at))
 
-    def _prepare(self, request: Request, segment: Segment) -> None:
+    def _prepare(self, request: Request, segment: Segment, plan: int) -> None:
         """The sequence that follows is known now, and so are its rules."""
-        transcript: Transcript = request.task
         request.followers[0] = segment
-        request.frame_limit = transcript.mode
+        request.frame_limit = plan
         request.frame_end = -1
 
     def chunk(self, request: Request) -> Payload | None:
@@ -179,6 +182,10 @@ class WhisperTask(Task):
         history = [spec.previous_id, *transcript.history] if transcript.history else []
         ids = [*history, *spec.prompt(transcript.language, transcript.task, timestamps=transcript.timestamps)]
         return Segment(_prompt(ids), max(1, min(spec.max_positions - len(ids), transcript.left)), source)
+
+    def _plan(self, transcript: Transcript, at: int) -> int:
+        window = transcript.windows[at]
+        return plan_of(transcript.mode, int((window.end - window.start - _LEFT_UNHEARD) / self._spec.time_step))
 
     def _window(self, window: Any) -> Window:
         states = torch.as_tensor(window["encoder_states"])
