@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -165,7 +166,44 @@ def embed_rows(model: StepModel, chunks: Sequence[Chunk]) -> Tensor:
     return x
 
 
-class CausalModel(nn.Module, StepModel):
+class LoadedModel(nn.Module, StepModel):
+    """A step model whose tensors come from a checkpoint, or from a replica that has read it."""
+
+    _weights: WeightStore = OwnWeights()
+
+    def take_weights(
+        self,
+        checkpoint: Checkpoint,
+        weights: WeightStore | None,
+        read: Callable[[], None],
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        policy: SharePolicy | None,
+    ) -> Self:
+        """Gives a model that was built on the meta device its tensors, which live where ``weights`` says, by default in
+        memory of their own. ``read`` fills all of them, and is called where nobody has yet."""
+        self._weights = weights or OwnWeights()
+        load_module(
+            self,
+            self._weights,
+            read,
+            device=device,
+            dtype=dtype,
+            policy=policy,
+            fingerprint=checkpoint.fingerprint(),
+        )
+        return self.eval()
+
+    def verify_weights(self) -> None:
+        self._weights.verify(tensors_of(self))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+
+class CausalModel(LoadedModel):
     """Embedding, decoder and one head a column over a table of ids; a plain language model with one column."""
 
     def __init__(
@@ -192,7 +230,6 @@ class CausalModel(nn.Module, StepModel):
         self.embedding = Embedding(embedding_rows or config.vocab_size, config.hidden_size, column_offsets)
         self.decoder = Decoder(config, shard, kept_layers)
         tied = config.tied_embeddings
-        self._weights: WeightStore = OwnWeights()
         self.head = None if tied else parameter(columns * (head_size or config.vocab_size), config.hidden_size)
 
     @classmethod
@@ -221,28 +258,18 @@ class CausalModel(nn.Module, StepModel):
         with torch.device("meta"):
             model = cls(config or DecoderConfig.parse(checkpoint.config()), kept_layers=kept_layers, shard=shard)
         ignore = ["*.rotary_emb.inv_freq"] + [f"{head}.weight"] * model.config.tied_embeddings
-        load_module(
-            model,
-            weights or OwnWeights(),
+        return model.take_weights(
+            checkpoint,
+            weights,
             lambda: checkpoint.load(model.slots(prefix, head), prefix=within, ignore=ignore),
             device=device,
             dtype=dtype,
             policy=policy,
-            fingerprint=checkpoint.fingerprint(),
         )
-        model._weights = weights or OwnWeights()
-        return model.eval()
-
-    def verify_weights(self) -> None:
-        self._weights.verify(tensors_of(self))
 
     @property
     def kv_shape(self) -> KVShape:
         return self.decoder.kv_shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.weight.device
 
     def embed_ids(self, ids: Tensor) -> Tensor:
         x: Tensor = self.embedding(ids)

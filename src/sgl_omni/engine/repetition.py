@@ -10,6 +10,15 @@ from torch import Tensor
 from sgl_omni.engine.request import Request
 
 
+def penalise_requests(logits: Tensor, requests: Sequence[Request], *, prompts: bool = False) -> Tensor:
+    """Logits [n, 1, vocabulary], those of ``seen_ids`` lowered by each request's penalty."""
+    penalties = [request.sampling.repetition_penalty for request in requests]
+    if all(penalty == 1 for penalty in penalties):
+        return logits
+    seen = seen_ids(requests, logits.shape[-1], logits.device, prompts=prompts)
+    return penalise(logits[:, 0], seen, torch.tensor(penalties, device=logits.device))[:, None]
+
+
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     """Logits [n, vocabulary] with those of ``seen`` ids, bool [n, vocabulary], lowered by ``penalty`` [n].
 

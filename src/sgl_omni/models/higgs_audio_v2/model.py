@@ -20,13 +20,13 @@ from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.delay import forced_ids
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding, GatedMLP, RMSNorm, parameter
-from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.model import LoadedModel
 from sgl_omni.engine.ops import whole
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.rope import Rope
 from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.shard import Shard
-from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
+from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.higgs_audio_v2.spec import HiggsSpec
 
 POLICY = SharePolicy("HiggsAudioV2ForConditionalGeneration")
@@ -82,7 +82,7 @@ class HiggsLayer(nn.Module):
         yield from self.audio.slots(name, "audio_")
 
 
-class HiggsModel(nn.Module, StepModel):
+class HiggsModel(LoadedModel):
     """Text and audio rows in, logits [n, codebooks, codebook_size] out.
 
     Rows that ``embed_ids`` made are [n, hidden + 1]: the last column is 1 for audio and 0 for text. Rows that
@@ -105,8 +105,6 @@ class HiggsModel(nn.Module, StepModel):
         self.head = parameter(len(offsets) * spec.codebook_size, config.hidden_size)
         self._rope: Rope | None = None
 
-        self._weights: WeightStore = OwnWeights()
-
     @classmethod
     def load(
         cls,
@@ -123,30 +121,20 @@ class HiggsModel(nn.Module, StepModel):
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(HiggsSpec.parse(checkpoint.config()))
-        load_module(
-            model,
-            weights or OwnWeights(),
+        return model.take_weights(
+            checkpoint,
+            weights,
             lambda: checkpoint.load(model.slots(), ignore=["text_lm_head.weight", "*.audio_tokens_offsets"]),
             device=device,
             dtype=dtype,
             policy=POLICY,
-            fingerprint=checkpoint.fingerprint(),
         )
-        model._weights = weights or OwnWeights()
-        return model.eval()
-
-    def verify_weights(self) -> None:
-        self._weights.verify(tensors_of(self))
 
     @property
     def kv_shape(self) -> KVShape:
         config = self.spec.decoder
         _, heads = self._shard.kv_heads(config.num_kv_heads)
         return KVShape(config.num_layers, heads, config.head_dim, self.norm.weight.dtype)
-
-    @property
-    def device(self) -> torch.device:
-        return self.norm.weight.device
 
     def embed_ids(self, ids: Tensor) -> Tensor:
         is_audio = (ids[:, :1] == self.spec.placeholder) | (ids[:, :1] == self.spec.delay_placeholder)

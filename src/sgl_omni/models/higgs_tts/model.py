@@ -10,17 +10,17 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding, parameter
-from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.model import LoadedModel
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_state import RowState
-from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
+from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.higgs_tts.checkpoint import CODEC_PREFIX
 from sgl_omni.models.higgs_tts.spec import HiggsTts3Spec
 
@@ -30,7 +30,7 @@ AUDIO = -1
 POLICY = SharePolicy("HiggsMultimodalQwen3ForConditionalGeneration")
 
 
-class HiggsTts3Model(nn.Module, StepModel):
+class HiggsTts3Model(LoadedModel):
     """Text and audio rows in, logits [n, codebooks, codebook_size] out."""
 
     embeds_outputs_apart = True
@@ -46,7 +46,6 @@ class HiggsTts3Model(nn.Module, StepModel):
         self.audio_embedding = Embedding(rows, config.hidden_size, offsets)
         self.decoder = Decoder(config)
         self.head = None if spec.tied else parameter(rows, config.hidden_size)
-        self._weights: WeightStore = OwnWeights()
 
     @classmethod
     def load(
@@ -65,28 +64,18 @@ class HiggsTts3Model(nn.Module, StepModel):
         with torch.device("meta"):
             model = cls(HiggsTts3Spec.parse(checkpoint.config()))
         ignored = [f"{CODEC_PREFIX}*", "*.rotary_emb.inv_freq", *["tied.head.*"] * model.spec.tied]
-        load_module(
-            model,
-            weights or OwnWeights(),
+        return model.take_weights(
+            checkpoint,
+            weights,
             lambda: checkpoint.load(model.slots(), ignore=ignored),
             device=device,
             dtype=dtype,
             policy=POLICY,
-            fingerprint=checkpoint.fingerprint(),
         )
-        model._weights = weights or OwnWeights()
-        return model.eval()
-
-    def verify_weights(self) -> None:
-        self._weights.verify(tensors_of(self))
 
     @property
     def kv_shape(self) -> KVShape:
         return self.decoder.kv_shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.text_embedding.weight.device
 
     def embed_ids(self, ids: Tensor) -> Tensor:
         text = self.text_embedding(ids[:, :1].clamp(min=0))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
@@ -16,11 +16,11 @@ from sgl_omni.engine.code_predictor import Choose, greedy
 from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding, parameter
-from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.model import LoadedModel
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_state import RowState, choose_rows
 from sgl_omni.engine.sampler import SamplingBatch, sample
-from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
+from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.moss_tts_local.local_transformer import LocalTransformer
 from sgl_omni.models.moss_tts_local.spec import MossSpec
 
@@ -29,7 +29,7 @@ _CONTINUE = 0
 """Of the two outcomes of the decision, the one that another frame follows."""
 
 
-class MossModel(nn.Module, StepModel):
+class MossModel(LoadedModel):
     """Rows of a text id and ``num_codebooks`` codes.
 
     A step's hidden state begins a frame: the local transformer turns it into the decision whether there is another
@@ -45,7 +45,6 @@ class MossModel(nn.Module, StepModel):
         self.local = LocalTransformer(spec.local)
         self.embedding = Embedding(spec.table_rows, spec.decoder.hidden_size, spec.column_offsets)
         self.decision = parameter(2, spec.decoder.hidden_size)
-        self._weights: WeightStore = OwnWeights()
 
     @classmethod
     def load(
@@ -67,29 +66,11 @@ class MossModel(nn.Module, StepModel):
             for book in range(model.spec.num_codebooks):
                 model._codes(book, with_pad=True)[-1].zero_()
 
-        store = weights or OwnWeights()
-        load_module(
-            model,
-            store,
-            read,
-            device=device,
-            dtype=dtype,
-            policy=SHARE_POLICY,
-            fingerprint=checkpoint.fingerprint(),
-        )
-        model._weights = store
-        return model.eval()
-
-    def verify_weights(self) -> None:
-        self._weights.verify(tensors_of(self))
+        return model.take_weights(checkpoint, weights, read, device=device, dtype=dtype, policy=SHARE_POLICY)
 
     @property
     def kv_shape(self) -> KVShape:
         return self.decoder.kv_shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.decision.device
 
     def embed_ids(self, ids: Tensor) -> Tensor:
         x: Tensor = self.embedding(ids)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
@@ -15,18 +15,18 @@ from sgl_omni.engine.code_predictor import Choose, CodePredictor, CodeSampling, 
 from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Projection, parameter
-from sgl_omni.engine.model import StepModel
-from sgl_omni.engine.repetition import penalise, seen_ids
+from sgl_omni.engine.model import LoadedModel
+from sgl_omni.engine.repetition import penalise, penalise_requests
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.sampler import SamplingBatch
-from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
+from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.qwen3_omni.spec import TalkerSpec
 
 _PREDICTOR = CodeSampling(temperature=1.0, top_k=50, top_p=0.8)
 
 
-class TalkerModel(nn.Module, StepModel):
+class TalkerModel(LoadedModel):
     """Rows of ``num_codes`` ids: the first is chosen from the talker's logits, the others by its code predictor."""
 
     def __init__(self, spec: TalkerSpec) -> None:
@@ -36,7 +36,6 @@ class TalkerModel(nn.Module, StepModel):
         self.axes = spec.decoder.rope.num_axes
         self.seen_vocabulary = spec.decoder.vocab_size
         hidden_size, vocabulary = spec.decoder.hidden_size, spec.decoder.vocab_size
-        self._weights: WeightStore = OwnWeights()
         self.decoder = Decoder(spec.decoder)
         self.predictor = CodePredictor(spec.predictor, spec.num_codes - 1)
         self.codec_embedding = parameter(vocabulary, hidden_size)
@@ -64,21 +63,14 @@ class TalkerModel(nn.Module, StepModel):
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(TalkerSpec.parse(checkpoint.config()))
-        store = weights or OwnWeights()
-        load_module(
-            model,
-            store,
+        return model.take_weights(
+            checkpoint,
+            weights,
             lambda: checkpoint.load(model.slots(), prefix="talker."),
             device=device,
             dtype=dtype,
             policy=policy,
-            fingerprint=checkpoint.fingerprint(),
         )
-        model._weights = store
-        return model.eval()
-
-    def verify_weights(self) -> None:
-        self._weights.verify(tensors_of(self))
 
     @torch.inference_mode()
     def marks(self) -> Tensor:
@@ -89,10 +81,6 @@ class TalkerModel(nn.Module, StepModel):
     @property
     def kv_shape(self) -> KVShape:
         return self.decoder.kv_shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.device
 
     def embed_ids(self, ids: Tensor) -> Tensor:
         return F.embedding(ids[:, 0], self.codec_embedding) + self.predictor.embed(ids[:, 1:])
@@ -105,11 +93,7 @@ class TalkerModel(nn.Module, StepModel):
         return F.linear(hidden, self.head)[:, None]
 
     def rule(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        penalties = [request.sampling.repetition_penalty for request in requests]
-        if any(penalty != 1 for penalty in penalties):
-            seen = seen_ids(requests, logits.shape[-1], logits.device)
-            logits = penalise(logits[:, 0], seen, torch.tensor(penalties, device=logits.device))[:, None]
-        return self.without_specials(logits)
+        return self.without_specials(penalise_requests(logits, requests))
 
     def without_specials(self, logits: Tensor) -> Tensor:
         """Logits [..., vocabulary] in which no id is left that is neither a code nor the end."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
@@ -15,12 +15,12 @@ from sgl_omni.engine.code_predictor import Choose, CodePredictor, CodeSampling
 from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Projection, parameter
-from sgl_omni.engine.model import StepModel
-from sgl_omni.engine.repetition import penalise, seen_ids
+from sgl_omni.engine.model import LoadedModel
+from sgl_omni.engine.repetition import penalise, penalise_requests
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.sampler import SamplingBatch
-from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
+from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE
 from sgl_omni.models.qwen3_tts.spec import TalkerSpec
 
@@ -30,7 +30,7 @@ LEAST_FRAMES = 2
 POLICY = SharePolicy(ARCHITECTURE)
 
 
-class TalkerModel(nn.Module, StepModel):
+class TalkerModel(LoadedModel):
     """Rows of ``num_codes`` ids: the first is chosen from the talker's logits, the others by its code predictor."""
 
     def __init__(self, spec: TalkerSpec, predictor_sampling: CodeSampling) -> None:
@@ -46,7 +46,6 @@ class TalkerModel(nn.Module, StepModel):
         self.text_embedding = parameter(spec.text_vocab_size, spec.text_hidden_size)
         self.text_projection = Projection(spec.text_hidden_size, spec.text_hidden_size, hidden_size)
         self._predictor_sampling = predictor_sampling
-        self._weights: WeightStore = OwnWeights()
 
     @classmethod
     def load(
@@ -65,29 +64,18 @@ class TalkerModel(nn.Module, StepModel):
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(TalkerSpec.parse(checkpoint.config()), predictor_sampling)
-        store = weights or OwnWeights()
-        load_module(
-            model,
-            store,
+        return model.take_weights(
+            checkpoint,
+            weights,
             lambda: checkpoint.load(model.slots(), prefix="talker."),
             device=device,
             dtype=dtype,
             policy=POLICY,
-            fingerprint=checkpoint.fingerprint(),
         )
-        model._weights = store
-        return model.eval()
-
-    def verify_weights(self) -> None:
-        self._weights.verify(tensors_of(self))
 
     @property
     def kv_shape(self) -> KVShape:
         return self.decoder.kv_shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.device
 
     def embed_text(self, ids: Sequence[int]) -> Tensor:
         """Tokens of text as the talker sees them: [n, hidden]."""
@@ -110,10 +98,7 @@ class TalkerModel(nn.Module, StepModel):
         return F.linear(hidden, self.head)[:, None]
 
     def rule(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        penalties = [request.sampling.repetition_penalty for request in requests]
-        if any(penalty != 1 for penalty in penalties):
-            seen = seen_ids(requests, logits.shape[-1], logits.device)
-            logits = penalise(logits[:, 0], seen, torch.tensor(penalties, device=logits.device))[:, None]
+        logits = penalise_requests(logits, requests)
         steps = torch.tensor([len(request.outputs) for request in requests], device=logits.device)
         return self.allowed(logits, steps)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.model import CausalModel
-from sgl_omni.engine.repetition import penalise, seen_ids
+from sgl_omni.engine.repetition import penalise, penalise_requests
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_state import RowState
 
@@ -26,11 +25,7 @@ class TextModel(CausalModel):
         self.seen_vocabulary = config.vocab_size
 
     def rule(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        penalties = [request.sampling.repetition_penalty for request in requests]
-        if all(penalty == 1 for penalty in penalties):
-            return logits
-        seen = seen_ids(requests, logits.shape[-1], logits.device, prompts=True)
-        return penalise(logits[:, 0], seen, torch.tensor(penalties, device=logits.device))[:, None]
+        return penalise_requests(logits, requests, prompts=True)
 
     def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
         return penalise(logits[:, 0], state.seen, state.penalties)[:, None]

@@ -15,10 +15,10 @@ from sgl_omni.engine.cross_attention import CrossAttend, SourceShape
 from sgl_omni.engine.device_rows import Field
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import parameter
-from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.model import LoadedModel
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_state import RowState
-from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
+from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.whisper.rules import WhisperRules, next_times_rows
 from sgl_omni.models.whisper.spec import ARCHITECTURE, WhisperSpec
 
@@ -103,7 +103,7 @@ class WhisperLayer(nn.Module):
             yield from part.slots(name)
 
 
-class WhisperDecoder(nn.Module, StepModel):
+class WhisperDecoder(LoadedModel):
     """Tokens in, logits over tokens out; the head is the embedding.
 
     A request's ``frame_limit`` is its sequence's plan, and its ``frame_end`` its ``times``; see ``rules``.
@@ -117,7 +117,6 @@ class WhisperDecoder(nn.Module, StepModel):
         self.layers = nn.ModuleList(WhisperLayer(i, spec) for i in range(spec.num_layers))
         self.norm = _LayerNorm(spec.width)
         self._rules: WhisperRules | None = None
-        self._weights: WeightStore = OwnWeights()
 
     @classmethod
     def load(
@@ -139,20 +138,7 @@ class WhisperDecoder(nn.Module, StepModel):
                     value.zero_()  # those of keys are not on disk
             checkpoint.load(model.slots(), prefix="model.decoder.")
 
-        load_module(
-            model,
-            weights or OwnWeights(),
-            read,
-            device=device,
-            dtype=dtype,
-            policy=SHARE_POLICY,
-            fingerprint=checkpoint.fingerprint(),
-        )
-        model._weights = weights or OwnWeights()
-        return model.eval()
-
-    def verify_weights(self) -> None:
-        self._weights.verify(tensors_of(self))
+        return model.take_weights(checkpoint, weights, read, device=device, dtype=dtype, policy=SHARE_POLICY)
 
     @property
     def kv_shape(self) -> KVShape:
@@ -162,10 +148,6 @@ class WhisperDecoder(nn.Module, StepModel):
     @property
     def source_shape(self) -> SourceShape:
         return SourceShape(self.kv_shape, self.spec.max_frames)
-
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.device
 
     def source_kv(self, source: Tensor) -> Tensor:
         source = source.to(self.embedding)
