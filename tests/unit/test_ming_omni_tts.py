@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,15 @@ def test_prompts_are_those_of_the_published_code(ming: Ming, ask: SpeechPreproce
     found = ask({"input": text, **heard}, None)  # type: ignore[arg-type]
     assert (found["ids"].tolist(), found["speaker_at"]) == ming.tiny.prompt(text, spoken="Hello.")
     assert len(found["samples"]) == 7 * STEP  # 400 samples, filled up
+
+
+def test_prompts_are_the_same_whatever_other_threads_write(ming: Ming, ask: SpeechPreprocessor) -> None:
+    def write(i: int) -> list[int]:
+        return ask({"input": TEXTS[i % 2]}, None)["ids"].tolist()  # type: ignore[arg-type]
+
+    expected = [ming.tiny.prompt(text)[0] for text in TEXTS[:2]]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(ids == expected[i % 2] for i, ids in enumerate(pool.map(write, range(1000))))
 
 
 def test_captions_of_fields() -> None:
