@@ -274,7 +274,7 @@ def build(folder: Path) -> Tiny:
             else:
                 parameter.normal_(0, 0.25)
         # A strong field would enlarge rounding from step to step.
-        model.flowloss["cfm"]["model"].final_layer["linear"].weight.mul_(0.5)
+        model.flowloss["cfm"]["model"].final_layer["linear"].weight.mul_(0.25)
         vae.decoder["head"]["out"].weight.mul_(0.5)
     balance(model, tokenizer, folder)
     said = {"latent_dim": LATENT}
@@ -313,8 +313,7 @@ def balance(model: PlainMing, tokenizer: Any, folder: Path) -> None:
     """Sharp attention, and a head of the end that is as often above as below a half."""
     with torch.no_grad():
         for layer in model.model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(3)
-            layer.self_attn.o_proj.weight.mul_(2)
+            layer.self_attn.q_proj.weight.mul_(1.5)
         model.stop_head.weight.mul_(0.0)
         model.stop_head.bias.copy_(torch.tensor([1.0, 0.0]))
         tiny, states = Tiny(folder, model, tokenizer), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest
@@ -29,6 +30,8 @@ class PromptWriter:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         """Raises ``StartupError`` where the tokenizer lacks one of the prompt's marks."""
         self._tokenizer = tokenizer
+        # Whether special tokens count is a state of transformers' tokenizer, which each call sets.
+        self._lock = Lock()
         self._audio = tokenizer.id_of("<audio>")
         self._speaker = [tokenizer.id_of(f"<|vision_{part}|>") for part in ("start", "pad")]
         self._end = tokenizer.id_of("<|endoftext|>")
@@ -39,6 +42,11 @@ class PromptWriter:
         Without a reference the prompt names a speaker that is not told. Raises ``InvalidRequest`` for instructions that
         are JSON and no caption.
         """
+        told = caption(instructions) if instructions else None
+        with self._lock:
+            return self._write(text, spoken, told)
+
+    def _write(self, text: str, spoken: str | None, told: str | None) -> Written:
         encode, plain = self._tokenizer.encode, self._tokenizer.encode_plain
         ids = [
             *encode("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"),
@@ -52,8 +60,8 @@ class PromptWriter:
             ids += [*self._speaker, *encode("<|vision_end|>\n")]
         ids += [*encode(" Text input:\n"), *(plain(spoken) if spoken else ()), *plain(text)]
         ids += [*encode("<|im_end|>\n"), *encode("<|im_start|>assistant\n")]
-        if instructions:
-            ids += [*plain(caption(instructions)), self._end]
+        if told is not None:
+            ids += [*plain(told), self._end]
         return Written([*ids, self._audio], speaker_at)
 
 

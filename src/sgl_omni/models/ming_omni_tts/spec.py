@@ -106,11 +106,6 @@ class MingSpec:
     def latent_size(self) -> int:
         return self.vae.latent_size
 
-    @property
-    def step_samples(self) -> int:
-        """Samples of audio that one step makes."""
-        return self.patch * self.vae.patch * self.vae.output_hop
-
 
 def _backbone(config: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig.parse({"model_type": "qwen2", "rms_norm_eps": 1e-6, "max_window_layers": 28, **config})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,9 @@ class PromptWriter:
     def __init__(self, spec: PromptSpec, tokenizer: TextTokenizer) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
+        # Whether special tokens count is a state of transformers' tokenizer, which each call sets.
+        self._lock = Lock()
+        self._unheard = self._text(tokenizer.encode("None"))
         self._opening = [
             spec.turn_id,
             *tokenizer.encode("user\n"),
@@ -73,9 +77,10 @@ class PromptWriter:
         language: str | None = None,
     ) -> Codes:
         """int64 [length, 1 + codebooks]; ``references`` are codes [frames, codebooks]."""
-        heard = [self._heard(codes) for codes in references] or [self._text(self._tokenizer.encode("None"))]
-        asked = self._tokenizer.encode_plain(_fields(instructions, language))
-        said = self._tokenizer.encode_plain(text)
+        heard = [self._heard(codes) for codes in references] or [self._unheard]
+        with self._lock:
+            asked = self._tokenizer.encode_plain(_fields(instructions, language))
+            said = self._tokenizer.encode_plain(text)
         return np.concatenate([self._text(self._opening), *heard, self._text([*asked, *said, *self._closing])])
 
     def _text(self, ids: Sequence[int]) -> Codes:
