@@ -69,30 +69,32 @@ def transcription_router(
 def transcription_response(call: TranscriptionCall, handle: RequestHandle, measured: Measurement) -> Response:
     """The response in the shape that was asked for."""
     if call.stream:
-        events = transcript_events(handle)
+        events = transcript_events(handle, measured)
         return PipelineResponse(handle, events, measured, "text/event-stream", STREAM_HEADERS, last_words=error_event)
-    body = whole_answer(call, handle)
+    body = whole_answer(call, handle, measured)
     return PipelineResponse(handle, body, measured, MEDIA_TYPES[call.format], {}, whole=True)
 
 
-async def transcript_events(handle: RequestHandle) -> AsyncIterator[bytes]:
+async def transcript_events(handle: RequestHandle, measured: Measurement) -> AsyncIterator[bytes]:
     """OpenAI's server-sent events: the text as it comes, then all of it and what it took."""
     async for chunk in handle:
         if text := chunk.payload.get("text"):
+            measured.text()
             yield event({"type": "transcript.text.delta", "delta": text})
     result = await handle.result()
     yield event({"type": "transcript.text.done", "text": transcript(result)["text"], "usage": tokens_used(result)})
 
 
-async def whole_answer(call: TranscriptionCall, handle: RequestHandle) -> AsyncIterator[bytes]:
+async def whole_answer(call: TranscriptionCall, handle: RequestHandle, measured: Measurement) -> AsyncIterator[bytes]:
     result = await handle.result()
+    measured.text()
     yield formatted(call, result).encode()
 
 
 def formatted(call: TranscriptionCall, result: dict[str, Payload]) -> str:
     found = transcript(result)
     if call.format == "text":
-        return found["text"] + "\n"
+        return f"{found['text']}\n"
     if call.format == "srt":
         return srt(found["segments"])
     if call.format == "vtt":
