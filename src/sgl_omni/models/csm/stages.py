@@ -1,0 +1,81 @@
+"""The factories of CSM's stages. This module imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sgl_omni.errors import StartupError
+from sgl_omni.models.folder import find_folder, read_json
+from sgl_omni.runtime.stage import EngineStage, FunctionStage, StreamStage
+
+if TYPE_CHECKING:
+    import torch
+
+    from sgl_omni.engine.weights import WeightStore
+
+FIRST_FRAMES, THEN_FRAMES = 2, 12
+"""Frames (of 80 ms) that are decoded together: at the beginning, so that audio is there soon, and later."""
+
+
+def create_preprocessing(model_path: str, gpu_id: int | None = None, device: str = "cpu") -> FunctionStage:
+    """Text to rows of a prompt, and recordings to codes by Mimi's encoder, which runs on ``device``."""
+    import torch
+
+    from sgl_omni.models.csm.codec import CodecEncoder
+    from sgl_omni.models.csm.preprocess import Recordings, SpeechPreprocessor
+    from sgl_omni.models.csm.prompt import PromptSpec, PromptWriter
+    from sgl_omni.text.tokenizer import TextTokenizer
+
+    folder = find_folder(model_path)
+    writer = PromptWriter(PromptSpec.parse(read_json(folder)), TextTokenizer.load(folder))
+    codec = CodecEncoder.load(folder, device)
+    recordings = Recordings(lambda samples: codec.encode(torch.from_numpy(samples)).numpy(), codec.sample_rate)
+    own = folder / "generation_config.json"
+    generation = read_json(folder, own.name) if own.is_file() else {}
+    return FunctionStage(SpeechPreprocessor(writer, recordings, generation), concurrency=4)
+
+
+def create_engine(
+    model_path: str,
+    gpu_id: int | None = None,
+    device: str = "cpu",
+    engine: dict[str, Any] | None = None,
+    weights: WeightStore | None = None,
+    budget_bytes: int | None = None,
+    default_max_frames: int = 1125,
+) -> EngineStage:
+    """Prompts to frames of codes, at most ``default_max_frames`` where a request says nothing else."""
+    from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
+    from sgl_omni.engine.task import HandOver
+    from sgl_omni.models.csm.model import CsmModel
+    from sgl_omni.models.csm.task import CsmTask
+
+    settings = EngineSettings.parse(engine or {}, budget_bytes=budget_bytes)
+    model = CsmModel.load(find_folder(model_path), device, _dtype((engine or {}).get("dtype"), device), weights=weights)
+    task = CsmTask(model.spec, default_max_frames=default_max_frames, hand_over=HandOver(FIRST_FRAMES, THEN_FRAMES))
+    positions = model.spec.backbone.max_positions
+    return EngineStage(AutoregressiveEngine.build(model, task, settings, max_positions=positions))
+
+
+def create_vocoder(
+    model_path: str, gpu_id: int | None = None, device: str = "cpu", num_threads: int = 1
+) -> StreamStage[Any]:
+    """Frames of codes to audio by Mimi's decoder, at the asked speed."""
+    from sgl_omni.engine.task import HandOver
+    from sgl_omni.models.csm.codec import CodecDecoder
+    from sgl_omni.models.csm.vocoder import CsmVocoder
+
+    codec = CodecDecoder.load(find_folder(model_path), device)
+    return CsmVocoder(codec, HandOver(FIRST_FRAMES, THEN_FRAMES), num_threads)
+
+
+def _dtype(name: str | None, device: str) -> torch.dtype:
+    """By default bfloat16 on a GPU, and float32 elsewhere."""
+    import torch
+
+    if name is None:
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in known:
+        raise StartupError(f"engine.dtype {name!r} is not one of {', '.join(known)}")
+    return known[name]
