@@ -1,4 +1,4 @@
-"""CSM behind HTTP: real processes on the CPU platform, held against transformers on a tiny checkpoint in real format."""
+"""CSM behind HTTP, in real processes on the CPU platform, held against transformers on a tiny checkpoint."""
 
 from __future__ import annotations
 

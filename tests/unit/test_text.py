@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,13 @@ def test_only_what_may_be_a_stop_waits() -> None:
     assert finder.feed("N") == ""
     assert finder.end() == "EN"
     assert not finder.found
+
+
+def test_whether_special_tokens_count_is_each_calls_own(tokenizer: TextTokenizer) -> None:
+    """Threads ask for both at once."""
+    text = "<|im_start|>user, said the bus"
+    special, plain = tokenizer.encode(text), tokenizer.encode_plain(text)
+    assert special != plain
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: (tokenizer.encode, tokenizer.encode_plain)[i % 2](text), range(2000)))
+    assert found == [special, plain] * 1000

@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest, StartupError
@@ -20,6 +21,8 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        # Whether special tokens count is a state of transformers' tokenizer that each call sets, for all threads.
+        self._lock = Lock()
 
     @classmethod
     def load(cls, folder: Path) -> TextTokenizer:
@@ -40,17 +43,19 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Special tokens that the text spells are taken as such; none are added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return self._encode(text)
 
     def encode_document(self, text: str) -> list[int]:
         """As ``encode``, with what the tokenizer puts before a text of its own: Llama's mark of the beginning, say."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True)
-        return ids
+        return self._encode(text, add=True)
 
     def encode_plain(self, text: str) -> list[int]:
         """The text of somebody who must not be able to write special tokens: they become ordinary text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return self._encode(text, split=True)
+
+    def _encode(self, text: str, *, add: bool = False, split: bool = False) -> list[int]:
+        with self._lock:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add, split_special_tokens=split)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest
@@ -30,8 +29,6 @@ class PromptWriter:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         """Raises ``StartupError`` where the tokenizer lacks one of the prompt's marks."""
         self._tokenizer = tokenizer
-        # Whether special tokens count is a state of transformers' tokenizer, which each call sets.
-        self._lock = Lock()
         self._audio = tokenizer.id_of("<audio>")
         self._speaker = [tokenizer.id_of(f"<|vision_{part}|>") for part in ("start", "pad")]
         self._end = tokenizer.id_of("<|endoftext|>")
@@ -43,10 +40,6 @@ class PromptWriter:
         are JSON and no caption.
         """
         told = caption(instructions) if instructions else None
-        with self._lock:
-            return self._write(text, spoken, told)
-
-    def _write(self, text: str, spoken: str | None, told: str | None) -> Written:
         encode, plain = self._tokenizer.encode, self._tokenizer.encode_plain
         ids = [
             *encode("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"),

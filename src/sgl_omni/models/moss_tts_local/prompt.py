@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -51,8 +50,6 @@ class PromptWriter:
     def __init__(self, spec: PromptSpec, tokenizer: TextTokenizer) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
-        # Whether special tokens count is a state of transformers' tokenizer, which each call sets.
-        self._lock = Lock()
         self._unheard = self._text(tokenizer.encode("None"))
         self._opening = [
             spec.turn_id,
@@ -78,9 +75,8 @@ class PromptWriter:
     ) -> Codes:
         """int64 [length, 1 + codebooks]; ``references`` are codes [frames, codebooks]."""
         heard = [self._heard(codes) for codes in references] or [self._unheard]
-        with self._lock:
-            asked = self._tokenizer.encode_plain(_fields(instructions, language))
-            said = self._tokenizer.encode_plain(text)
+        asked = self._tokenizer.encode_plain(_fields(instructions, language))
+        said = self._tokenizer.encode_plain(text)
         return np.concatenate([self._text(self._opening), *heard, self._text([*asked, *said, *self._closing])])
 
     def _text(self, ids: Sequence[int]) -> Codes:
