@@ -78,6 +78,8 @@ def build(folder: Path, frames: int) -> Tiny:
         codec_config=_codec(),
     )
     model = transformers.CsmForConditionalGeneration(config).eval()
+    # transformers before 5.24 ties the two only where a checkpoint is read
+    model.depth_decoder.model.embed_tokens.weight = model.backbone_model.embed_tokens.embed_audio_tokens.weight
     _scatter(model)
     model.generation_config.update(do_sample=True, temperature=0.9, top_k=20)
     processor = transformers.CsmProcessor(transformers.EncodecFeatureExtractor(sampling_rate=RATE), tokenizer)

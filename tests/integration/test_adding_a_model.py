@@ -1,4 +1,5 @@
-"""docs/adding-a-model.md, followed to the letter: its files serve a checkpoint and say what transformers says."""
+"""docs/adding-a-model.md, followed to the letter: its files serve a checkpoint and say what transformers says, and what
+it shows of a family that ships stands in that family's files."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ from servers import ROOT, Server, serving
 
 PAGE = ROOT / "docs" / "adding-a-model.md"
 FILE = re.compile(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PASSAGES = re.compile(r"^From `(models/[\w./]+)`:\n((?:\n```python\n.*?^```\n)+)", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"`((?:src|tests|models|engine|runtime|config)/[\w./]+?)(?:: [\w.]+)?`")
 TEXT = "the bus arrived late"
 LETTERS = "_ abcdefghijklmnopqrstuvwxyz"
 
@@ -65,6 +69,22 @@ def server(checkpoint: Path, tmp_path: Path, own_run_folder: Path, monkeypatch: 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     with serving("--config", "mms.yaml", "--platform", "cpu", run_folder=own_run_folder, cwd=tmp_path) as running:
         yield running
+
+
+def test_what_is_shown_of_a_family_stands_in_its_files() -> None:
+    page, source = PAGE.read_text(encoding="utf-8"), ROOT / "src" / "sgl_omni"
+    shown = [(name, block) for name, blocks in PASSAGES.findall(page) for block in BLOCK.findall(blocks)]
+    assert len(shown) + sum(name.endswith(".py") for name, _ in FILE.findall(page)) == len(BLOCK.findall(page))
+    assert len(shown) >= 8
+    for name, block in shown:
+        assert block in (source / name).read_text(encoding="utf-8"), f"{name} no longer says:\n{block}"
+
+
+def test_the_files_and_names_that_it_points_to_are_there() -> None:
+    names = NAMED.findall(PAGE.read_text(encoding="utf-8"))
+    assert len(names) > 20
+    for name in names:
+        assert any((folder / name).exists() for folder in (ROOT, ROOT / "src" / "sgl_omni")), name
 
 
 def expected(checkpoint: Path, text: str, seed: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""CSM behind HTTP, in real processes on the CPU platform, held against transformers on a tiny checkpoint."""
+"""CSM behind HTTP: real processes on the CPU platform and a tiny checkpoint, held against transformers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ FRAMES = 12
 TOLERANCE = 2 / 32768
 """Rounding of the codec in pieces, and of 16-bit samples."""
 OPTIONS = ("--tts_engine.engine.max_total_tokens", "4096", "--tts_engine.factory.default_max_frames", str(FRAMES))
-REPLICAS = ("--processes.pipeline.num_replicas", "2", "--processes.pipeline.replica_devices", "0,0")
-REPLICAS += ("--tts_engine.gpu_memory_fraction", "0.4", "--weight_share", "on")
+BUDGET = ("--tts_engine.gpu_memory_fraction", "0.4")
+REPLICAS = ("--processes.pipeline.num_replicas", "2", "--processes.pipeline.replica_devices", "0,0", *BUDGET)
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +114,25 @@ def assert_same_together(server: Server, alone: list[np.ndarray]) -> None:
 
 def test_two_replicas_with_shared_weights_too(tiny: Tiny, alone: list[np.ndarray], tmp_path: Path) -> None:
     config = str(ROOT / "examples/configs/csm.yaml")
-    layout = ("--config", config, "--model-path", str(tiny.folder), *OPTIONS, *REPLICAS)
+    layout = ("--config", config, "--model-path", str(tiny.folder), *OPTIONS, *REPLICAS, "--weight_share", "on")
     with serving(*layout, run_folder=tmp_path) as replicas:
         assert_same_together(replicas, alone)
         weights: list[Any] = [replicas.instance(f"pipeline@r{i}")["weights"] for i in range(2)]
     assert [found["role"] for found in weights] == ["leader", "follower"]
+
+
+@pytest.mark.slow
+def test_the_audit_passes(tiny: Tiny, tmp_path: Path) -> None:
+    drawn = {"temperature": 1.2, "seed": 3}
+    payloads = [{"input": text, **options} for text in TEXTS[:3] for options in ({"temperature": 0.0}, drawn)]
+    (tmp_path / "payloads.jsonl").write_text("\n".join(map(json.dumps, payloads)))
+    command = [sys.executable, "-m", "sgl_omni.cli.main", "audit", str(tiny.folder), "--platform", "cpu", "--json"]
+    command += ["--rounds", "1", "--payloads", str(tmp_path / "payloads.jsonl"), *OPTIONS, *BUDGET]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.stdout, done.stderr
+    verdict = json.loads(done.stdout)
+    assert (done.returncode, verdict["passed"], verdict["problems"]) == (0, True, [])
+    assert verdict["backend"] == "shm"
 
 
 def test_a_seed_makes_sampling_reproducible(server: Server) -> None:

@@ -153,19 +153,29 @@ def test_audio_in_pieces_is_that_of_transformers(csm: Csm, cut: int) -> None:
     np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
-@pytest.mark.parametrize("kept", ["backbone_model.embed_tokens.embed_audio_tokens", "both"])
-def test_the_table_of_codes_may_have_either_name(csm: Csm, tmp_path: Path, kept: str) -> None:
+TABLES = ("backbone_model.embed_tokens.embed_audio_tokens.weight", "depth_decoder.model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize("kept", [TABLES[:1], TABLES[1:], TABLES])
+def test_the_table_of_codes_may_have_either_name_or_both(csm: Csm, tmp_path: Path, kept: tuple[str, ...]) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(csm.tiny.folder, folder)
     tensors = load_file(folder / "model.safetensors")
-    names = [name for name in tensors if name.endswith(("embed_audio_tokens.weight", "model.embed_tokens.weight"))]
-    assert len(names) == 1
-    table = tensors.pop(names[0])
-    tensors["backbone_model.embed_tokens.embed_audio_tokens.weight"] = table
-    if kept == "both":
-        tensors["depth_decoder.model.embed_tokens.weight"] = table.clone()
-    save_file(tensors, folder / "model.safetensors")
+    table = next(found for name in TABLES if (found := tensors.pop(name, None)) is not None)
+    save_file({**tensors, **{name: table.clone() for name in kept}}, folder / "model.safetensors")
     assert torch.equal(CsmModel.load(folder).codes.weight, table)
+
+
+def test_two_tables_of_codes_that_differ_are_refused(csm: Csm, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(csm.tiny.folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {**tensors, **{name: torch.full((140, 32), float(i)) for i, name in enumerate(TABLES)}},
+        folder / "model.safetensors",
+    )
+    with pytest.raises(CheckpointError, match="differ, which is not supported"):
+        CsmModel.load(folder)
 
 
 def test_a_missing_tensor_is_named(csm: Csm, tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ class CheckpointError(OmniError):
 class Slot:
     """A tensor on disk and where it goes.
 
-    ``target`` takes rows (``dim`` 0) or columns (``dim`` 1) ``start`` to ``start + target.shape[dim]`` of it:
-    all of it, or this shard's part. ``shape`` is that of the whole tensor.
+    ``target`` takes ``start`` to ``start + target.shape[dim]`` of dimension ``dim`` (0: rows) of it: all of it, or this
+    shard's part. ``shape`` is that of the whole tensor.
     """
 
     name: str

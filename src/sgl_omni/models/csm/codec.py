@@ -98,7 +98,8 @@ class CodecDecoder:
         x = x.T[None]
         for layer in self._parts["decoder"].layers:
             x = self._layer(layer, x, stream)
-        return x[0, 0].cpu()
+        samples: Tensor = x[0, 0].cpu()
+        return samples
 
     def _layer(self, layer: Any, x: Tensor, stream: CodecStream) -> Tensor:
         """One of the convolutional layers: they are told apart by what they hold."""

@@ -1,4 +1,7 @@
-"""A look at a checkpoint before anything starts. Imports no torch."""
+"""What is known of the model without loading it, and a look at a checkpoint before anything starts.
+
+The pipeline class imports it, so it imports neither torch nor numpy.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.folder import FLOATS, check_folder, find_folder, require
 
 ARCHITECTURE = "CsmForConditionalGeneration"
+SPEAKERS = tuple(map(str, range(10)))
+MAX_REFERENCES = 8
 _FIELDS = (
     "hidden_size",
     "text_vocab_size",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sgl_omni.engine.attention import Attend
-from sgl_omni.engine.checkpoint import Checkpoint, Slot
+from sgl_omni.engine.checkpoint import Checkpoint, CheckpointError, Slot
 from sgl_omni.engine.code_predictor import Choose, greedy
 from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
@@ -65,13 +65,12 @@ class CsmModel(nn.Module, StepModel):
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(CsmSpec.parse(checkpoint.config()))
-        there = set(checkpoint.names())
-        table = next((name for name in _TABLES if name in there), _TABLES[0])
+        tables = [name for name in _TABLES if name in checkpoint.names()] or [_TABLES[0]]
         store = weights or OwnWeights()
         load_module(
             model,
             store,
-            lambda: checkpoint.load(model.slots(table), ignore=_NOT_READ),
+            lambda: model._read(checkpoint, *tables),
             device=device,
             dtype=dtype,
             policy=SHARE_POLICY,
@@ -79,6 +78,16 @@ class CsmModel(nn.Module, StepModel):
         )
         model._weights = store
         return model.eval()
+
+    def _read(self, checkpoint: Checkpoint, table: str, other: str | None = None) -> None:
+        """``table`` and ``other``: names on disk of the embeddings of codes. Two that differ are of another model."""
+        checkpoint.load(self.slots(table), ignore=_NOT_READ)
+        if other is None:
+            return
+        twin = torch.empty_like(self.codes.weight, device="cpu")
+        checkpoint.load([Slot(other, twin, tuple(twin.shape))], prefix=other)
+        if not torch.equal(twin, self.codes.weight.cpu()):
+            raise CheckpointError(f"{checkpoint.folder}: {table} and {other} differ, which is not supported")
 
     def verify_weights(self) -> None:
         self._weights.verify(tensors_of(self))

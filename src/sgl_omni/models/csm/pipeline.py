@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
-from sgl_omni.models.csm.files import ARCHITECTURE, checked
-from sgl_omni.models.csm.prompt import MAX_REFERENCES, SPEAKERS
+from sgl_omni.models.csm.files import ARCHITECTURE, MAX_REFERENCES, SPEAKERS, checked
 
 _STAGES = "sgl_omni.models.csm.stages"
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from sgl_omni.audio.decode import decode_audio
 from sgl_omni.audio.stretch import FASTEST, SLOWEST
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.csm.prompt import MAX_REFERENCES, SPEAKERS, Codes, PromptWriter
+from sgl_omni.models.csm.files import MAX_REFERENCES, SPEAKERS
+from sgl_omni.models.csm.prompt import Codes, PromptWriter
 from sgl_omni.runtime.stage import Payload, Request
 
 Encode = Callable[[NDArray[np.float32]], Codes]

@@ -13,8 +13,6 @@ from sgl_omni.text.tokenizer import TextTokenizer
 
 Codes = NDArray[np.int64]
 
-SPEAKERS = tuple(map(str, range(10)))
-MAX_REFERENCES = 8
 _TEXT_END = "<|end_of_text|>"
 
 
