@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, CheckpointError, Slot
@@ -15,11 +15,11 @@ from sgl_omni.engine.code_predictor import Choose, greedy
 from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding, parameter
-from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.model import LoadedModel
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_state import RowState, choose_rows
 from sgl_omni.engine.sampler import SamplingBatch, sample
-from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module, tensors_of
+from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.csm.depth import DepthDecoder
 from sgl_omni.models.csm.files import ARCHITECTURE
 from sgl_omni.models.csm.spec import CsmSpec
@@ -30,7 +30,7 @@ _TABLES = ("backbone_model.embed_tokens.embed_audio_tokens.weight", "depth_decod
 _NOT_READ = ("codec_model.*", "*.rotary_emb.inv_freq", "*.audio_tokens_offsets", *_TABLES)
 
 
-class CsmModel(nn.Module, StepModel):
+class CsmModel(LoadedModel):
     """Rows of a text id and ``num_codebooks`` codes.
 
     The backbone chooses a frame's first code, and the depth decoder the others, each by the request's own options. A
@@ -50,7 +50,6 @@ class CsmModel(nn.Module, StepModel):
         self.codes = Embedding(spec.num_codebooks * spec.vocab_size, width, offsets)
         self.text = parameter(spec.text_vocab_size, width)
         self.head = parameter(spec.num_codes, width)
-        self._weights: WeightStore = OwnWeights()
 
     @classmethod
     def load(
@@ -66,18 +65,14 @@ class CsmModel(nn.Module, StepModel):
         with torch.device("meta"):
             model = cls(CsmSpec.parse(checkpoint.config()))
         tables = [name for name in _TABLES if name in checkpoint.names()] or [_TABLES[0]]
-        store = weights or OwnWeights()
-        load_module(
-            model,
-            store,
+        return model.take_weights(
+            checkpoint,
+            weights,
             lambda: model._read(checkpoint, *tables),
             device=device,
             dtype=dtype,
             policy=SHARE_POLICY,
-            fingerprint=checkpoint.fingerprint(),
         )
-        model._weights = store
-        return model.eval()
 
     def _read(self, checkpoint: Checkpoint, table: str, other: str | None = None) -> None:
         """``table`` and ``other``: names on disk of the embeddings of codes. Two that differ are of another model."""
@@ -89,16 +84,9 @@ class CsmModel(nn.Module, StepModel):
         if not torch.equal(twin, self.codes.weight.cpu()):
             raise CheckpointError(f"{checkpoint.folder}: {table} and {other} differ, which is not supported")
 
-    def verify_weights(self) -> None:
-        self._weights.verify(tensors_of(self))
-
     @property
     def kv_shape(self) -> KVShape:
         return self.decoder.kv_shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.device
 
     def embed_ids(self, ids: Tensor) -> Tensor:
         first = ids[:, :1]
