@@ -5,8 +5,9 @@
 For each family it makes the model folder (``benchmarks/real_size.py``), starts `sgl-omni serve`, asks, loads it with
 ``--concurrency`` callers for ``--seconds``, records times, memory and gauges, ends the server, looks for what is left
 and deletes the folder. A family that fails is a result, with the last lines of its log, and the next one is begun. A
-line of JSON is printed as soon as a family is done, so that a run that is cut has told what it knew; the last line
-holds all of them. ``--tiny`` is a rehearsal with small models on a CPU: its figures mean nothing.
+line of JSON is printed as soon as a family is done, so that a run that is cut has told what it knew (``--out`` keeps
+them in a file); the last line is a summary of all. ``--tiny`` is a rehearsal with small models on a CPU: its figures
+mean nothing.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ _POOLS = {"qwen3_omni": ("thinker", "talker_ar"), "text_llm": ("llm",), "whisper
 _FRAMES = {"higgs_tts": 95}
 """Of 40 ms; other codecs here have frames of 80 ms, and get half as many for the same 3.8 s."""
 LOG_LINES = 40
+LOAD_FACTS = ("requests_per_s", "audio_seconds_per_s", "tokens_per_s", "first_audio_s", "first_text_s", "failed")
+INSTANCE_FACTS = ("name", "device", "state", "kv_capacity_tokens", "restarts")
 
 
 def arguments(family: str, folder: Path, *, tiny: bool, more: list[str]) -> list[str]:
@@ -97,14 +100,14 @@ def _serve(family: str, folder: Path, options: argparse.Namespace, result: dict[
     with Server(*arguments(family, folder, tiny=options.tiny, more=options.serve)) as server:
         try:
             result["seconds_to_ready"] = server.wait_ready(options.start_timeout)
-            result["memory"]["ready"] = gpu_memory()
-            result["health"] = server.health()
+            result["memory"]["ready"] = server.memory()
+            result["instances"] = [{key: i[key] for key in INSTANCE_FACTS} for i in server.health()["instances"]]
             result["requests"] = asyncio.run(one_by_one(server.url, asks, options.times, options.timeout))
             result["loads"] = []
             for kind in LOADS[family]:
                 found = closed_loop(server.url, asks[kind], options.concurrency, options.seconds, options.timeout)
                 result["loads"].append(asyncio.run(found))
-            result["memory"]["loaded"] = gpu_memory()
+            result["memory"]["loaded"] = server.memory()
             result["gauges"] = server.gauges()
             result["ended"] = server.stop()
         except Exception as error:
@@ -139,6 +142,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a request may take")
     parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds until the server must be ready")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="the rest goes to `sgl-omni serve`")
+    parser.add_argument("--out", type=Path, help="a file for all results, written anew after each family")
     parser.add_argument("--json", action="store_true", help="nothing but JSON on standard output")
     options = parser.parse_args()
     families = options.family.split(",")
@@ -148,11 +152,28 @@ def main() -> None:
     for family in families:
         results.append(run_family(family, options))
         print(json.dumps(results[-1]), flush=True)
+        if options.out is not None:
+            options.out.write_text(json.dumps(results))
         if not options.json:
             found = results[-1].get("error") or _complaints(results[-1]) or "ok"
             print(f"{family}: {found}", file=sys.stderr, flush=True)
-    print(json.dumps({"benchmark": "smoke", "machine": platform.machine(), "families": results}))
+    facts = {"benchmark": "smoke", "machine": platform.machine(), "tiny": options.tiny, "layers": options.layers}
+    print(json.dumps({**facts, "families": {result["family"]: _summary(result) for result in results}}))
     sys.exit(0 if all(result["ok"] for result in results) else 1)
+
+
+def _summary(result: dict[str, Any]) -> dict[str, Any]:
+    """What one reads first of a family."""
+    capacity = {k: v for i in result.get("instances", ()) for k, v in i["kv_capacity_tokens"].items()}
+    return {
+        "ok": result["ok"],
+        "complaints": [*([result["error"]] if "error" in result else []), *_complaints(result)],
+        "seconds": result["seconds"],
+        "seconds_to_ready": result.get("seconds_to_ready"),
+        "gpu_bytes_ready": result["memory"].get("ready", {}).get("used_bytes"),
+        "kv_capacity_tokens": capacity,
+        "loads": {load["kind"]: {key: load[key] for key in LOAD_FACTS} for load in result.get("loads", ())},
+    }
 
 
 if __name__ == "__main__":

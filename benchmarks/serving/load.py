@@ -10,17 +10,19 @@ from typing import Any
 
 import httpx
 import numpy as np
-
 from benchmarks.serving.asking import Answer, Ask, send
 
 
-async def one_by_one(url: str, asks: dict[str, Ask], times: int, timeout: float) -> list[dict[str, Any]]:
-    """Each request ``times`` times, alone: the first of a kind may warm something up."""
-    async with httpx.AsyncClient(base_url=url, timeout=timeout) as client:
+async def one_by_one(url: str, asks: dict[str, Ask], times: int, patience: float) -> list[dict[str, Any]]:
+    """Each request ``times`` times, alone: the first of a kind may warm something up.
+
+    ``patience``: seconds without a byte until a request has failed.
+    """
+    async with httpx.AsyncClient(base_url=url, timeout=patience) as client:
         return [asdict(await send(client, ask)) for ask in asks.values() for _ in range(times)]
 
 
-async def closed_loop(url: str, ask: Ask, concurrency: int, seconds: float, timeout: float) -> dict[str, Any]:
+async def closed_loop(url: str, ask: Ask, concurrency: int, seconds: float, patience: float) -> dict[str, Any]:
     """``concurrency`` callers for ``seconds``; what they began by then is waited for.
 
     Figures are of the requests that ended, over the time until the last of them did.
@@ -28,7 +30,7 @@ async def closed_loop(url: str, ask: Ask, concurrency: int, seconds: float, time
     answers: list[Answer] = []
     seeds = itertools.count(2)
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=patience, limits=limits) as client:
         begun = time.perf_counter()
 
         async def caller() -> None:

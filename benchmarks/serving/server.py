@@ -18,6 +18,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 READY = re.compile(r"ready: \S+ on (http://\S+)")
+INSTANCE = re.compile(r'instance="([^"]+)"')
 
 
 class ServerFailed(Exception):
@@ -78,14 +79,31 @@ class Server:
         found: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=30).json()
         return found
 
-    def gauges(self) -> dict[str, float]:
-        """The numbers of /metrics with their labels, without histograms' buckets."""
-        found = {}
+    def gauges(self) -> dict[str, dict[str, float]]:
+        """The numbers of /metrics that are not 0, by instance; those of the server itself below ``server``."""
+        found: dict[str, dict[str, float]] = {}
         for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
             name, _, value = line.rpartition(" ")
-            if name and not line.startswith("#") and "_bucket{" not in name:
-                found[name] = float(value)
+            name, _, labels = name.partition("{")
+            if not name or line.startswith("#") or name.endswith(("_bucket", "_created")) or not float(value):
+                continue
+            instance = INSTANCE.search(labels)
+            key = name.removeprefix("sgl_omni_").removeprefix("instance_")
+            if instance is None and labels:
+                key += "{" + labels
+            found.setdefault(instance[1] if instance else "server", {})[key] = float(value)
         return found
+
+    def memory(self) -> dict[str, Any]:
+        """What the GPU has in use, and each instance of GPU (where the driver knows its processes) and host memory."""
+        gpu, names = gpu_memory(), {i["pid"]: i["name"] for i in self.health()["instances"]}
+        resident = {name: psutil.Process(pid).memory_info().rss for pid, name in names.items()}
+        by_pid = gpu.pop("by_pid", {})
+        return {
+            **gpu,
+            "gpu_bytes": {names.get(pid, f"pid {pid}"): used for pid, used in by_pid.items()},
+            "host_bytes": resident,
+        }
 
     def stop(self, seconds: float = 60.0) -> dict[str, Any]:
         """Ends it by SIGTERM and tells its status, how long it took and what is left of it."""
@@ -118,17 +136,17 @@ def gpu_memory() -> dict[str, Any]:
     """Bytes in use on the first GPU in all and by process, as the driver tells; empty where there is none."""
     try:
         import pynvml
-
+    except ImportError:
+        return {}
+    try:
         pynvml.nvmlInit()
-    except (ImportError, Exception):  # noqa: BLE001 - NVML's own class cannot be named where it is not installed
+    except pynvml.NVMLError:
         return {}
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(device)
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(device)
-        return {
-            "used_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(device).used),
-            "total_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(device).total),
-            "by_pid": {str(p.pid): p.usedGpuMemory for p in processes},
-        }
+        by_pid = {p.pid: p.usedGpuMemory for p in processes}
+        return {"used_bytes": int(memory.used), "total_bytes": int(memory.total), "by_pid": by_pid}
     finally:
         pynvml.nvmlShutdown()

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
-
 from benchmarks.sizes.tensors import Shapes
+from torch import Tensor
 
 SHARD_BYTES = 5 * 10**9
 BLOCK = 1 << 26

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from benchmarks.sizes.published import Files
 from torch import nn
 
-from benchmarks.sizes.published import Files
 from sgl_omni.engine.checkpoint import Slot
 from sgl_omni.engine.weights import tensors_of
 

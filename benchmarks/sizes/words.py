@@ -1,4 +1,4 @@
-"""Tokenizers of the published vocabularies' sizes, without what was learned: a letter is a token, ids of marks are real.
+"""Tokenizers of the published vocabularies' sizes without what was learned: letters are tokens, ids of marks are real.
 
 All other ids are words of their own, which no text is split into, so that whatever a random model says can be read.
 """
