@@ -36,9 +36,18 @@ CONFIGS: dict[str, Callable[[int | None, bool], published.Files]] = {
 
 
 def make(
-    family: str, out: Path, *, layers: int | None = None, tiny: bool = False, drawn_bytes: int | None = None
+    family: str,
+    out: Path,
+    *,
+    layers: int | None = None,
+    tiny: bool = False,
+    drawn_bytes: int | None = None,
+    only: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Fills the folder ``out``; returns what was written, by the folders within it, and how long it took."""
+    """Fills the folder ``out``; returns what was written, by the folders within it, and how long it took.
+
+    ``only``: what the paths of tensors begin with (folder, ``/``, name) where one stage alone is to be started.
+    """
     begun = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     files = CONFIGS[family](layers, tiny)
@@ -48,7 +57,9 @@ def make(
     write_words(family, out)
     written = {}
     for seed, (part, shapes) in enumerate(shapes_of(family, files).items()):
-        rules = rules_of(family, files) if part == "" else Rules(zero_rows={}, constants={})
+        if only:
+            shapes = {name: shape for name, shape in shapes.items() if f"{part}/{name}".lstrip("/").startswith(only)}
+        rules = rules_of(family, files) if part == "" and not only else Rules(zero_rows={}, constants={})
         found = write_weights(out / part, shapes, rules, seed=seed, drawn_bytes=drawn_bytes)
         written[part or "."] = asdict(found)
     return {"family": family, "folder": str(out), "written": written, "seconds": time.perf_counter() - begun}

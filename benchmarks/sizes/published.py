@@ -277,7 +277,7 @@ def qwen3_omni(layers: int | None, tiny: bool) -> Files:
         "talker_top_k": 50,
         "talker_top_p": 1.0,
         "talker_repetition_penalty": 1.05,
-        "talker_max_new_tokens": 96,  # published: 4096; here speech ends by this limit alone
+        "talker_max_new_tokens": 8 if tiny else 48,  # published: 4096; here speech ends by this limit alone
     }
     return {
         "config.json": config,
