@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -26,6 +26,17 @@ class Ask:
     body: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, str] = field(default_factory=dict)
     file: bytes = b""
+
+    def nth(self, number: int) -> Ask:
+        """The same with a text and a seed of its own, so that the engine knows nothing of its prompt."""
+        if not self.body:
+            return self
+        body = {**self.body, "seed": number}
+        if "input" in body:
+            body["input"] = f"{number}. {body['input']}"
+        else:
+            body["messages"] = [{"role": "system", "content": f"Request {number}."}, *body["messages"]]
+        return replace(self, body=body)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,9 +109,12 @@ def _chats(size: Size, *, omni: bool) -> list[Ask]:
 def _transcriptions(size: Size) -> list[Ask]:
     fields = {"model": "smoke", "language": "en", "max_new_tokens": str(size.tokens)}
     file = recording(size.recording_s)
+    unlimited = {key: value for key, value in fields.items() if key != "max_new_tokens"}
     return [
         Ask(kind="transcription", route=TRANSCRIPTION, fields=fields, file=file),
         Ask(kind="transcription streamed", route=TRANSCRIPTION, fields={**fields, "stream": "true"}, file=file),
+        # A random model says no end: every window gets all the tokens that it has room for.
+        Ask(kind="transcription to the last token", route=TRANSCRIPTION, fields=unlimited, file=file),
     ]
 
 

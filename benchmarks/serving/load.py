@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -19,24 +19,23 @@ async def one_by_one(url: str, asks: dict[str, Ask], times: int, patience: float
     ``patience``: seconds without a byte until a request has failed.
     """
     async with httpx.AsyncClient(base_url=url, timeout=patience) as client:
-        return [asdict(await send(client, ask)) for ask in asks.values() for _ in range(times)]
+        return [asdict(await send(client, ask.nth(1000 + n))) for ask in asks.values() for n in range(1, times + 1)]
 
 
 async def closed_loop(url: str, ask: Ask, concurrency: int, seconds: float, patience: float) -> dict[str, Any]:
     """``concurrency`` callers for ``seconds``; what they began by then is waited for.
 
-    Figures are of the requests that ended, over the time until the last of them did.
+    Each request has a text of its own. Figures are of those that ended, over the time until the last of them did.
     """
     answers: list[Answer] = []
-    seeds = itertools.count(2)
+    numbers = itertools.count(2000)
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=patience, limits=limits) as client:
         begun = time.perf_counter()
 
         async def caller() -> None:
             while time.perf_counter() - begun < seconds:
-                body = {**ask.body, "seed": next(seeds)} if ask.body else {}
-                answers.append(await send(client, replace(ask, body=body)))
+                answers.append(await send(client, ask.nth(next(numbers))))
                 if answers[-1].error is not None:
                     await asyncio.sleep(0.2)
 
