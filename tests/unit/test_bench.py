@@ -13,7 +13,7 @@ from sgl_omni.bench.chat import ChatOptions, ChatStream
 from sgl_omni.bench.client import Record
 from sgl_omni.bench.measure import BenchError, Load, Sweep, percentiles, summarise, summarise_chat, timeline
 from sgl_omni.bench.report import chat_table, study_table
-from sgl_omni.bench.study import judge, load_study, parse_cores
+from sgl_omni.bench.study import WorkloadSpec, judge, load_study, parse_cores
 from sgl_omni.bench.workload import Workload, arrivals, length_class, load_texts, parse_mix
 from sgl_omni.errors import InvalidRequest
 
@@ -230,3 +230,9 @@ def test_what_a_chat_asks() -> None:
     assert body["messages"] == [{"role": "user", "content": "why?"}] and body["stream"] is True
     assert (body["model"], body["max_tokens"], body["ignore_eos"], body["temperature"]) == ("m", 9, True, 0.0)
     assert "temperature" not in ChatOptions().request("why?", "m")
+
+
+def test_a_speech_may_be_told_its_length() -> None:
+    assert "max_new_tokens" not in Workload(("a",)).request("a")
+    assert Workload(("a",), max_new_tokens=95).request("a")["max_new_tokens"] == 95
+    assert WorkloadSpec(max_new_tokens=95).build().max_new_tokens == 95

@@ -54,10 +54,11 @@ class WorkloadSpec(_Strict):
     mix: str | None = None
     model: str = "demo-voice"
     voice: str | None = None
+    max_new_tokens: int | None = Field(None, ge=1)
 
     def build(self) -> Workload:
         mix = parse_mix(self.mix) if self.mix is not None else None
-        return Workload(load_texts(self.texts), self.seed, mix, self.model, self.voice)
+        return Workload(load_texts(self.texts), self.seed, mix, self.model, self.voice, self.max_new_tokens)
 
 
 class StudySpec(_Strict):

@@ -56,13 +56,17 @@ def parse_mix(text: str) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Which texts, in which proportions, spoken how. ``mix`` None: each text equally often."""
+    """Which texts, in which proportions, spoken how. ``mix`` None: each text equally often.
+
+    ``max_new_tokens``: how long each may get, in the model's steps; as long as the model likes if None.
+    """
 
     texts: tuple[str, ...]
     seed: int = 0
     mix: tuple[float, float, float] | None = None
     model: str = "demo-voice"
     voice: str | None = None
+    max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.mix is None:
@@ -85,7 +89,8 @@ class Workload:
     def request(self, text: str) -> dict[str, Any]:
         """The body of a speech request; raw PCM, whose bytes are seconds."""
         body = {"model": self.model, "input": text, "response_format": "pcm"}
-        return body if self.voice is None else {**body, "voice": self.voice}
+        options = {"voice": self.voice, "max_new_tokens": self.max_new_tokens}
+        return body | {key: value for key, value in options.items() if value is not None}
 
 
 def arrivals(rate: float, seconds: float, seed: int, burst: int = 1) -> list[float]:

@@ -66,6 +66,7 @@ def app() -> None:
 @click.option("--seed", default=0, show_default=True, help="Draws the same texts and arrivals again.")
 @click.option("--model", default="demo-voice", show_default=True, help="Model name in the requests.")
 @click.option("--voice", help="Voice in the requests; the server's default if left out.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Steps of the model that a speech may take.")
 def speech(
     urls: Sequence[str],
     concurrency: str | None,
@@ -75,6 +76,7 @@ def speech(
     seed: int,
     model: str,
     voice: str | None,
+    max_new_tokens: int | None,
     gpu: int,
     out: Path | None,
     warmup: float,
@@ -95,7 +97,7 @@ def speech(
     levels = parse_levels(concurrency) if concurrency is not None else None
     try:
         parsed = parse_mix(mix) if mix is not None else None
-        workload = Workload(load_texts(texts), seed, parsed, model, voice)
+        workload = Workload(load_texts(texts), seed, parsed, model, voice, max_new_tokens)
     except InvalidRequest as error:
         raise click.UsageError(str(error)) from error
     load = Load(rate=rate or 0.0, warmup=warmup, seconds=seconds, timeout=timeout, burst=burst)

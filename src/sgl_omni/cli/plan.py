@@ -65,6 +65,7 @@ class Target:
 @click.option("--texts", default="english", show_default=True, help="A set that ships, or a file with a text a line.")
 @click.option("--seed", default=0, show_default=True, help="Draws the same texts again.")
 @click.option("--voice", help="Voice in the requests.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Steps of the model that a speech may take.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -93,6 +94,7 @@ def advise(
     texts: str,
     seed: int,
     voice: str | None,
+    max_new_tokens: int | None,
     out: Path,
     report: Path | None,
 ) -> None:
@@ -108,7 +110,7 @@ def advise(
 
     target = look(config_path, model_path, ctx.args, platform, virtual_gpu_memory)
     served = target.resolved.config.model_path or target.plan.name
-    workload = Workload(load_texts(texts), seed, None, served, voice)
+    workload = Workload(load_texts(texts), seed, None, served, voice, max_new_tokens)
     load = Load(concurrency=concurrency or 0, warmup=warmup, seconds=seconds)
     source = ["--config", str(config_path)] if config_path else ["--model-path", str(model_path)]
     common = ["--platform", target.plan.platform, "--virtual-gpu-memory", virtual_gpu_memory]
