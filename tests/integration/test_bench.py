@@ -37,7 +37,7 @@ def test_speech_in_closed_loop(server: Server, tmp_path: Path) -> None:
     levels = json.loads(out.read_text())["levels"]
     assert [level["concurrency"] for level in levels] == [1, 3]
     for level in levels:
-        assert level["errors"] == 0 and level["requests"] >= 2
+        assert level["errors"] == 0 and level["requests"] >= 1
         assert 0 < level["ttfa"]["p50"] < level["latency"]["p50"] <= level["latency"]["max"]
         rates = [each["requests_per_s"] for each in level["per_replica"]]
         assert len(rates) == 2 and sum(rates) == pytest.approx(level["requests_per_s"], abs=0.01)

@@ -208,6 +208,7 @@ def test_a_voice_is_encoded_once(codec: tuple[Path, PlainCodec]) -> None:
         (b"no audio at all", "cannot be read"),
         (recording(0), "the audio is empty"),
     ],
+    ids=["short", "long", "garbage", "empty"],
 )
 def test_references_that_cannot_be_heard(codec: tuple[Path, PlainCodec], file: bytes, message: str) -> None:
     encoder = CodecEncoder.load(codec[0], BOOKS)
