@@ -29,6 +29,7 @@ CONFIGS: dict[str, Callable[[int | None, bool], published.Files]] = {
     "higgs_tts": published.higgs_tts,
     "qwen3_tts": published.qwen3_tts,
     "moss_tts_local": published.moss_tts_local,
+    "csm": published.csm,
     "whisper": published.whisper,
     "text_llm": published.text_llm,
     "qwen3_omni": published.qwen3_omni,
@@ -87,6 +88,7 @@ def rules_of(family: str, files: published.Files) -> Rules:
         # The decision sees a normed state, whose numbers add up to the sum of the norm's bias, whatever was said.
         constants["local_transformer.ln_f.bias"] = (0.1,) * config["gpt2_config"]["n_embd"]
         constants["local_text_lm_head.weight"] = (1.0, -1.0)
+    # CSM ends with a frame of which all 32 codes are 0.
     return Rules(zero_rows=zero_rows, constants=constants)
 
 

@@ -33,11 +33,12 @@ LOADS = {
     "higgs_tts": ("streamed", "reference"),
     "qwen3_tts": ("streamed",),
     "moss_tts_local": ("streamed",),
+    "csm": ("streamed",),
     "whisper": ("transcription",),
     "text_llm": ("text",),
     "qwen3_omni": ("text", "spoken"),
 }
-_EXAMPLES = {name: f"{name}.yaml" for name in ("higgs_tts", "whisper", "text_llm", "qwen3_omni")}
+_EXAMPLES = {name: f"{name}.yaml" for name in ("higgs_tts", "csm", "whisper", "text_llm", "qwen3_omni")}
 _FLAGS = {
     # The shipped topology encodes reference voices on the host; beside the engine there is room for them here.
     "moss_tts_local": [

@@ -66,6 +66,14 @@ CODECS = {
         frames_per_s=12.5,
         chunk=12,
     ),
+    "csm": Codec(
+        factory="csm.stages.create_vocoder",
+        parts=("codec_model.",),
+        books=32,
+        size=2048,
+        frames_per_s=12.5,
+        chunk=12,
+    ),
     "qwen3_omni": Codec(
         factory="qwen3_omni.stages.create_code2wav",
         parts=("code2wav.",),
@@ -94,7 +102,7 @@ async def speak(stage: StreamStage[Any], pool: ThreadPoolExecutor, codec: Codec,
         pieces = list(produce())
         if not all(np.isfinite(piece["audio"]).all() and piece["audio"].any() for piece in pieces):
             raise ValueError("the vocoder makes silence, or what is no number")
-        return sum(len(piece["audio"]) / piece["sample_rate"] for piece in pieces)
+        return float(sum(len(piece["audio"]) / piece["sample_rate"] for piece in pieces))
 
     audio_s = 0.0
     for start in range(0, frames, codec.chunk):

@@ -108,7 +108,7 @@ def qwen3_tts(layers: int | None, tiny: bool) -> Files:
         "attention_bias": False,
         **small,
     }
-    talker = {
+    talker: dict[str, Any] = {
         "model_type": "qwen3_tts_talker",
         "vocab_size": 3072,
         "hidden_size": 2048,
@@ -209,6 +209,84 @@ def moss_tts_local(layers: int | None, tiny: bool) -> Files:
         "audio_tokenizer_name_or_path": "OpenMOSS-Team/MOSS-Audio-Tokenizer-v2",
     }
     return {"config.json": config, "audio_tokenizer/config.json": moss_codec(tiny)}
+
+
+def csm(layers: int | None, tiny: bool) -> Files:
+    """sesame/csm-1b as transformers has it, with Mimi in the same file."""
+
+    def rope(low: float, high: float, length: int) -> dict[str, Any]:
+        scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
+        lengths = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": length}
+        return {**scaling, **lengths}
+
+    shared = {"num_codebooks": 32, "vocab_size": 2051, "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    depth = {
+        **shared,
+        "model_type": "csm_depth_decoder_model",
+        "hidden_size": 1024,
+        "backbone_hidden_size": 64 if tiny else 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 33,
+        "rope_parameters": rope(0.001953125, 0.0078125, 16),
+        **(_SMALL if tiny else {}),
+    }
+    config = {
+        **shared,
+        "architectures": ["CsmForConditionalGeneration"],
+        "model_type": "csm",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "text_vocab_size": 128256,
+        "rope_parameters": rope(0.125, 0.5, 1024),
+        "bos_token_id": 128000,
+        "audio_token_id": 128002,
+        "audio_eos_token_id": 128003,
+        "pad_token_id": 128002,
+        "codebook_pad_token_id": 2050,
+        "codebook_eos_token_id": 0,
+        "tie_codebooks_embeddings": True,
+        "depth_decoder_config": depth,
+        "codec_config": _mimi(tiny),
+        **(_SMALL if tiny else {}),
+        **_depth(layers),
+    }
+    return {"config.json": config}
+
+
+def _mimi(tiny: bool) -> dict[str, Any]:
+    found = {
+        "model_type": "mimi",
+        "sampling_rate": 24000,
+        "audio_channels": 1,
+        "num_quantizers": 32,
+        "codebook_size": 2048,
+        "codebook_dim": 256,
+        "hidden_size": 512,
+        "num_filters": 64,
+        "vector_quantization_hidden_dimension": 256,
+        "upsampling_ratios": [8, 6, 5, 4],
+        "upsample_groups": 512,
+        "num_hidden_layers": 8,
+        "intermediate_size": 2048,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 250,
+    }
+    if tiny:
+        found |= {"codebook_dim": 8, "hidden_size": 16, "num_filters": 2, "vector_quantization_hidden_dimension": 8}
+        found |= {"upsample_groups": 16, "num_hidden_layers": 2, "intermediate_size": 32, "head_dim": 8}
+        found |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return found
 
 
 def whisper(layers: int | None, tiny: bool) -> Files:

@@ -101,6 +101,28 @@ def _moss_tts_local(files: Files) -> Mapping[str, Named]:
     return {"": _slots(model.slots()), "audio_tokenizer": _slots(codec)}
 
 
+def _csm(files: Files) -> Mapping[str, Named]:
+    from transformers import CsmConfig, CsmForConditionalGeneration
+
+    config: Any = CsmConfig(**files["config.json"])
+    named = dict(_module(CsmForConditionalGeneration(config), ""))
+    named.pop("depth_decoder.model.embed_tokens.weight", None)  # the backbone's
+    return {"": [(_beside(name), shape) for name, shape in named.items()]}
+
+
+def _beside(name: str) -> str:
+    """Newer transformers hold the parts of Mimi's halves below one module, checkpoints beside each other."""
+    halves = {"encoder": ("encoder_transformer", "downsample"), "decoder": ("decoder_transformer", "upsample")}
+    for half, others in halves.items():
+        prefix = f"codec_model.{half}."
+        first, _, rest = name.removeprefix(prefix).partition(".")
+        if name.startswith(prefix) and first == f"{half}_seanet":
+            return prefix + rest
+        if name.startswith(prefix) and first in others:
+            return f"codec_model.{first}.{rest}"
+    return name
+
+
 def _whisper(files: Files) -> Mapping[str, Named]:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
@@ -140,6 +162,7 @@ _FAMILIES: dict[str, Callable[[Files], Mapping[str, Named]]] = {
     "higgs_tts": _higgs_tts,
     "qwen3_tts": _qwen3_tts,
     "moss_tts_local": _moss_tts_local,
+    "csm": _csm,
     "whisper": _whisper,
     "qwen3_omni": _qwen3_omni,
 }

@@ -18,6 +18,8 @@ CHAT_TEMPLATE = (
 )
 HIGGS_MARKS = ("<|tts|>", "<|ref_text|>", "<|ref_audio|>", "<|text|>", "<|audio|>", "<|text_end|>", "<|audio_end|>")
 MOSS_IDS = {**QWEN_IDS, "<|spoken|>": 151656, "<|heard|>": 151654, "<|audio_start|>": 151669, "<|audio_end|>": 151670}
+CSM_IDS = {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|AUDIO|>": 128002, "<|audio_eos|>": 128003}
+LLAMA_WORDS = 128000
 QWEN_WORDS = 151643
 WHISPER_WORDS = 50257
 
@@ -26,6 +28,8 @@ def write_words(family: str, folder: Path) -> None:
     """The tokenizer of a family, and what else of its folder belongs to text and features."""
     if family == "whisper":
         _whisper(folder)
+    elif family == "csm":
+        _save(folder, LLAMA_WORDS, CSM_IDS, end="<|end_of_text|>")
     elif family == "text_llm":
         _save(folder, QWEN_WORDS, QWEN_IDS, template=CHAT_TEMPLATE)
     elif family == "higgs_tts":
@@ -76,7 +80,8 @@ def _whisper(folder: Path) -> None:
     ids = {mark: WHISPER_WORDS + i for i, mark in enumerate(marks)}
     times = {f"<|{i * 0.02:.2f}|>": WHISPER_WORDS + len(marks) + i for i in range(1501)}
     _save(folder, WHISPER_WORDS, ids, plain=times, end="<|endoftext|>")
-    WhisperFeatureExtractor(feature_size=128).save_pretrained(folder)
+    extractor: Any = WhisperFeatureExtractor(feature_size=128)  # type: ignore[no-untyped-call]
+    extractor.save_pretrained(folder)
     generation = {
         "is_multilingual": True,
         "lang_to_id": {language: ids[language] for language in languages},
