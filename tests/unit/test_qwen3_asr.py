@@ -96,8 +96,8 @@ class Stages:
         results: list[dict[str, Any]] = [{} for _ in payloads]
         for i, payload in enumerate(payloads):
             engine.add(str(i), payload)
-        while engine.has_work:
-            for output in engine.step():
+        for _ in range(2000):
+            for output in engine.step() if engine.has_work else ():
                 assert output.error is None
                 i = int(output.request_id)
                 for chunk in output.chunks:
@@ -106,6 +106,8 @@ class Stages:
                 if output.result is not None:
                     results[i] = self.text.result(states[i], output.result)
                     results[i] |= {"streamed": streamed[i], "windows": list(windows[i].values())}
+        assert not engine.has_work
+        assert engine.stats()["kv_used_tokens"] == 0
         return results
 
 
