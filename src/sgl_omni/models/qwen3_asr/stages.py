@@ -12,9 +12,9 @@ from sgl_omni.runtime.stage import BatchStage, EngineStage, FunctionStage, Strea
 if TYPE_CHECKING:
     from sgl_omni.engine.weights import WeightStore
 
-_POOL_SIZES = ("max_total_tokens", "kv_cache_bytes", "mem_fraction_static", "budget_bytes")
+_POOL_SIZES = ("max_total_tokens", "kv_cache_bytes", "mem_fraction_static")
 _CPU_TOKENS = 8192
-"""The KV pool on a CPU where nothing says how large it is: five minutes of audio and its text."""
+"""The KV pool on a CPU where the engine's settings do not say how large it is: five minutes of audio and its text."""
 
 
 def create_preprocessing(
