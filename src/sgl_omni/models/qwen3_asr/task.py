@@ -19,7 +19,7 @@ from sgl_omni.models.text_llm.task import tokens_at_once
 
 _OUTPUTS_PER_ROW = 2
 _OUTPUTS_BESIDE = 64
-"""A row of audio is 80 ms. Nobody says 25 tokens a second, so more than that goes round in circles."""
+"""A second of audio is 13 rows. Nobody says 26 tokens a second, so what says more goes round in circles."""
 
 
 @dataclass(slots=True)
