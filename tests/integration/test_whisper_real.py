@@ -16,7 +16,7 @@ import torch
 
 from listening import SENTENCES, edits, hear, words
 from servers import Server, serving
-from sgl_omni.models.whisper.windows import cut_at_quiet_places
+from sgl_omni.audio.windows import cut_at_quiet_places
 
 pytest.importorskip("transformers")
 

@@ -18,9 +18,9 @@ import pytest
 import soundfile
 
 from servers import Server, serving
+from sgl_omni.audio.windows import cut_at_quiet_places
 from sgl_omni.models.whisper.spec import WhisperSpec
 from sgl_omni.models.whisper.text import cut_at_timestamps
-from sgl_omni.models.whisper.windows import cut_at_quiet_places
 from sgl_omni.text.tokenizer import TextTokenizer
 
 pytest.importorskip("transformers")

@@ -425,19 +425,42 @@ class Recited(TokenTask):
     most=st.integers(1, 9),
     page_size=st.sampled_from([1, 3, 32]),
     chunk=st.integers(1, 12),
+    ahead=st.sampled_from([0, 4]),
 )
 def test_sequences_of_a_request_follow_one_another_each_from_an_empty_context(
-    requests: list[list[list[int]]], most: int, page_size: int, chunk: int
+    requests: list[list[list[int]]], most: int, page_size: int, chunk: int, ahead: int
 ) -> None:
-    bench = Bench(-(-20 // page_size) + 3, page_size, prefill_tokens=chunk)
+    bench = Bench(-(-20 // page_size) + 3, page_size, prefill_tokens=chunk, rows_ahead=ahead)
     task = Recited(InputSpec(vocab_sizes=(VOCABULARY,), hidden_size=1), eos_ids=[STOP])
-    bench.engine = AutoregressiveEngine(task, bench.runner, bench.pool, Limits(prefill_tokens=chunk))
+    limits = Limits(prefill_tokens=chunk, rows_ahead=ahead)
+    bench.engine = AutoregressiveEngine(task, bench.runner, bench.pool, limits)
     for i, pieces in enumerate(requests):
         bench.add(str(i), [token for piece in pieces for token in [12, *piece]][1:], most)
     bench.finish()
     for i, pieces in enumerate(requests):
         assert bench.results[str(i)] == [token for piece in pieces for token in solo(piece, most)]
     bench.assert_empty()
+
+
+def test_a_request_that_is_retracted_with_its_last_output_on_its_way_follows_when_it_is_admitted() -> None:
+    pool = PagePool(4, 1)
+    scheduler = Scheduler(pool, Limits(max_running_requests=2, rows_ahead=1))
+    second = Segment(Prompt(torch.tensor([[2], [3]])), 1)
+    old, young = (Request(name, Prompt(torch.tensor([[1]])), max_outputs=4) for name in ("old", "young"))
+    young.followers.append(second)
+    for request in (old, young):
+        scheduler.add(request)
+    scheduler.complete(scheduler.schedule())
+    while young.pages:  # each row takes a page, and no output is read yet
+        scheduler.complete(scheduler.schedule())
+    assert young.awaits_output
+    young.outputs += [[5]] * young.launched
+    scheduler.follow(young)
+    assert (young.prompt, young.pages, list(scheduler.waiting)) == (second.prompt, [], [young])
+    scheduler.remove(old)
+    assert [(chunk.request, chunk.length) for chunk in scheduler.schedule()] == [(young, 2)]
+    scheduler.remove(young)
+    assert pool.available == pool.num_pages
 
 
 def test_limits_must_let_something_run() -> None:

@@ -17,12 +17,12 @@ import pytest
 import soundfile
 import torch
 
+from sgl_omni.audio.windows import cut_at_quiet_places
 from sgl_omni.config.tasks import TranscriptionTask
 from sgl_omni.engine.checkpoint import CheckpointError
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.whisper.pipeline import WhisperPipelineConfig
 from sgl_omni.models.whisper.spec import WhisperSpec
-from sgl_omni.models.whisper.windows import cut_at_quiet_places
 
 pytest.importorskip("transformers")
 

@@ -131,8 +131,12 @@ class Scheduler:
             self._waiting.remove(request)
 
     def follow(self, request: Request) -> None:
-        """Begins the next sequence of a running request, which keeps its turn."""
+        """Begins the next sequence of a request, which keeps its turn."""
         self._settle()
+        if not request.pages:  # retracted while its last output was on its way: it begins when it is admitted
+            request.follow()
+            self._find_keys(request)
+            return
         self._release(request)
         request.follow()
         self._begin(request)

@@ -18,6 +18,7 @@ SHIPPED: dict[str, str] = {
     "MingOmniTTSPipelineConfig": "sgl_omni.models.ming_omni_tts.pipeline",
     "TextLLMPipelineConfig": "sgl_omni.models.text_llm.pipeline",
     "WhisperPipelineConfig": "sgl_omni.models.whisper.pipeline",
+    "Qwen3AsrPipelineConfig": "sgl_omni.models.qwen3_asr.pipeline",
     "CsmPipelineConfig": "sgl_omni.models.csm.pipeline",
 }
 """Class name -> module that defines it. A new family adds one line."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,15 +29,26 @@ def dtype_of(asked: str | None, device: str) -> torch.dtype:
 
 
 def load_part(
-    architecture: Any, config: Any, folder: Path, prefix: str, device: str, dtype: torch.dtype = torch.float32
+    architecture: Any,
+    config: Any,
+    folder: Path,
+    prefix: str,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """A module of transformers with the tensors that lie below ``prefix`` of the checkpoint, each exactly once.
 
+    ``elsewhere``: submodules that lie under other names, as ``{"proj1": "projector.linear_1"}``.
     Raises ``CheckpointError`` that names tensors that are missing, unknown or of another shape.
     """
     with torch.device(device):
         module: nn.Module = architecture._from_config(config, dtype=dtype)
-    slots = [Slot(prefix + name, tensor, tuple(tensor.shape)) for name, tensor in module.state_dict().items()]
+    slots = []
+    for name, tensor in module.state_dict().items():
+        first, _, rest = name.partition(".")
+        place = f"{elsewhere[first]}.{rest}" if first in elsewhere else prefix + name
+        slots.append(Slot(place, tensor, tuple(tensor.shape)))
     Checkpoint(folder).load(slots, prefix=prefix, ignore=_COMPUTED)
     return module.eval().requires_grad_(False)
 

@@ -62,7 +62,7 @@ def create_audio_encoder(
     from sgl_omni.models.qwen3_omni.loading import dtype_of
     from sgl_omni.models.qwen3_omni.towers import AudioEncoder
 
-    encoder = AudioEncoder(find_folder(model_path), device, dtype_of(dtype, device), max_frames)
+    encoder = AudioEncoder.load(find_folder(model_path), device, dtype_of(dtype, device), max_frames)
     return BatchStage(encoder, max_size=max_batch)
 
 

@@ -73,13 +73,23 @@ class ImageEncoder:
 class AudioEncoder:
     """``mels`` and ``mel_lengths`` of each payload to ``embeddings`` [tokens, hidden], up to ``max_frames`` a pass."""
 
-    def __init__(self, folder: Path, device: str, dtype: torch.dtype, max_frames: int) -> None:
+    def __init__(
+        self, tower: Any, device: str, dtype: torch.dtype, max_frames: int, *, whole_chunks: bool = False
+    ) -> None:
+        """``tower``: transformers' ``Qwen3OmniMoeAudioEncoder``. It fills recordings up to the longest chunk of a pass,
+        which its convolutions notice; with ``whole_chunks`` always to a whole one, whatever runs beside."""
+        self._tower = tower
+        self._whole_chunks = whole_chunks
+        self._device, self._dtype, self._max_frames = device, dtype, max_frames
+        self._window = tower.config.n_window
+
+    @classmethod
+    def load(cls, folder: Path, device: str, dtype: torch.dtype, max_frames: int) -> AudioEncoder:
         from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
         config = whole_config(folder).thinker_config.audio_config
-        self._tower = load_part(Qwen3OmniMoeAudioEncoder, config, folder, "thinker.audio_tower.", device, dtype)
-        self._device, self._dtype, self._max_frames = device, dtype, max_frames
-        self._window = config.n_window
+        tower = load_part(Qwen3OmniMoeAudioEncoder, config, folder, "thinker.audio_tower.", device, dtype)
+        return cls(tower, device, dtype, max_frames)
 
     def __call__(self, payloads: list[Payload]) -> list[Payload]:
         items: list[Item] = []
@@ -95,10 +105,13 @@ class AudioEncoder:
     @torch.inference_mode()
     def _encode(self, mels: Sequence[np.ndarray[Any, Any]]) -> list[Tensor]:
         """Rows [tokens, hidden] of each recording, in host memory."""
+        count, chunk = len(mels), 2 * self._window
+        if self._whole_chunks and all(mel.shape[1] < chunk for mel in mels):
+            mels = [*mels, np.zeros((len(mels[0]), chunk), mels[0].dtype)]
         frames = torch.from_numpy(np.ascontiguousarray(np.concatenate(mels, 1))).to(self._device, self._dtype)
         lengths = torch.tensor([mel.shape[1] for mel in mels], device=self._device)
         rows = self._tower(frames, feature_lens=lengths).last_hidden_state
-        return list(rows.cpu().split([audio_tokens(mel.shape[1], self._window) for mel in mels]))
+        return list(rows.cpu().split([audio_tokens(mel.shape[1], self._window) for mel in mels]))[:count]
 
 
 def within(items: Sequence[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:

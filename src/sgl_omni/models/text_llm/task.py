@@ -21,6 +21,11 @@ What a token costs on its way to the client is the host's work, and at that many
 _LARGEST_SPACING = 4
 
 
+def tokens_at_once(together: int) -> int:
+    """How many tokens each of so many requests hands on together."""
+    return next((n for most, n in _SPACING if together <= most), _LARGEST_SPACING)
+
+
 @dataclass(slots=True)
 class _Answer:
     """How one request ends and is handed on. ``stops`` and ``words`` are there where it has stop texts."""
@@ -136,7 +141,7 @@ class TextTask(Task):
         first = request.sent == 0
         new = [row[0] for row in request.outputs[request.sent :]]
         request.sent = len(request.outputs)
-        request.due = request.sent + next((n for most, n in _SPACING if self._together <= most), _LARGEST_SPACING)
+        request.due = request.sent + tokens_at_once(self._together)
         if answer.has_end_id:
             new.pop()
         if not new:

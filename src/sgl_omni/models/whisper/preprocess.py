@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_omni.audio.decode import decode_audio
+from sgl_omni.audio.windows import cut_at_quiet_places
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.whisper.spec import WhisperSpec
-from sgl_omni.models.whisper.windows import cut_at_quiet_places
 from sgl_omni.runtime.stage import Payload, Request
 from sgl_omni.text.tokenizer import TextTokenizer
 

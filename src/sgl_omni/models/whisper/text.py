@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_omni.models.whisper.spec import WhisperSpec
 from sgl_omni.runtime.stage import Payload, Request, StreamStage
 from sgl_omni.text.tokenizer import Detokenizer, TextTokenizer
+from sgl_omni.text.trim import TrimmedText
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +44,12 @@ def cut_at_timestamps(tokens: Sequence[int], start: float, end: float, spec: Whi
 
 @dataclass(slots=True)
 class Writing:
-    """One request's text. ``held``: white space that is text only if something follows it."""
+    """One request's text so far, and the tokens of the window that is being written."""
 
     detokenizer: Detokenizer
     window: list[int] = field(default_factory=list)
-    text: str = ""
-    held: str = ""
+    said: TrimmedText = field(default_factory=TrimmedText)
     segments: list[dict[str, Any]] = field(default_factory=list)
-
-    def write(self, piece: str) -> Iterator[Payload]:
-        """What can be handed on now. All of it together is the text, and has no white space at its ends."""
-        piece = self.held + piece
-        if not self.text:
-            piece = piece.lstrip()
-        shown = piece.rstrip()
-        self.held = piece[len(shown) :]
-        if shown:
-            self.text += shown
-            yield {"text": shown}
 
 
 class WhisperText(StreamStage[Writing]):
@@ -82,7 +71,8 @@ class WhisperText(StreamStage[Writing]):
         if chunk["ended"]:
             piece += state.detokenizer.end()
             self._end_window(state, chunk["start"], chunk["end"])
-        yield from state.write(piece)
+        if shown := state.said.take(piece):
+            yield {"text": shown}
 
     def _end_window(self, state: Writing, start: float, end: float) -> None:
         for segment in cut_at_timestamps(state.window, start, end, self._spec):
@@ -96,4 +86,4 @@ class WhisperText(StreamStage[Writing]):
         return ()
 
     def result(self, state: Writing, payload: Payload) -> Payload:
-        return {**payload, "text": state.text, "segments": state.segments}
+        return {**payload, "text": state.said.text, "segments": state.segments}

@@ -1,4 +1,4 @@
-"""Cuts long audio into the windows that Whisper hears, at quiet places."""
+"""Cuts long audio into windows at quiet places."""
 
 from __future__ import annotations
 

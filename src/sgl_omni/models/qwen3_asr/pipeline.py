@@ -1,0 +1,61 @@
+"""Qwen3-ASR as a pipeline: preprocessing -> audio_encoder -> asr_engine ==> text. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from sgl_omni.config.schema import PipelineConfig
+from sgl_omni.config.tasks import Tasks, TranscriptionTask
+from sgl_omni.models.qwen3_asr.spec import ARCHITECTURE, AsrSpec
+
+_STAGES = "sgl_omni.models.qwen3_asr.stages"
+
+MAX_SECONDS = 2 * 3600.0
+"""Mel frames of two hours are 0.4 GB of host memory, which is enough for one request."""
+
+
+class Qwen3AsrPipelineConfig(PipelineConfig):
+    """Qwen3-ASR: speech in 30 languages to text, with names and terms as context."""
+
+    model_ids: ClassVar[tuple[str, ...]] = (
+        "Qwen/Qwen3-ASR-0.6B",
+        "Qwen/Qwen3-ASR-1.7B",
+        "Qwen/Qwen3-ASR-0.6B-hf",
+        "Qwen/Qwen3-ASR-1.7B-hf",
+    )
+    architectures: ClassVar[tuple[str, ...]] = (ARCHITECTURE,)
+    shareable_architectures: ClassVar[tuple[str, ...]] = (ARCHITECTURE,)
+    engine_stages: ClassVar[tuple[str, ...]] = ("asr_engine",)
+    default_stages: ClassVar[dict[str, dict[str, Any]]] = {
+        "preprocessing": {
+            "factory_path": f"{_STAGES}.create_preprocessing",
+            "process": "preprocessing",
+            "next": "audio_encoder",
+        },
+        "audio_encoder": {
+            "factory_path": f"{_STAGES}.create_audio_encoder",
+            "process": "asr",
+            "gpu": 0,
+            "gpu_memory_fraction": 0.1,
+            "next": "asr_engine",
+        },
+        "asr_engine": {
+            "factory_path": f"{_STAGES}.create_engine",
+            "process": "asr",
+            "gpu": 0,
+            "gpu_memory_fraction": 0.4,
+            "next": "text",
+            "stream_to": ["text"],
+        },
+        "text": {
+            "factory_path": f"{_STAGES}.create_text",
+            "process": "text",
+            "terminal": True,
+        },
+    }
+
+    @classmethod
+    def tasks(cls, model_path: str) -> Tasks:
+        """Raises ``InvalidRequest`` that names what the folder lacks."""
+        spec = AsrSpec.load(model_path)
+        return Tasks(transcription=TranscriptionTask(languages=tuple(spec.languages), max_seconds=MAX_SECONDS))
