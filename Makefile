@@ -9,8 +9,10 @@ STAMP := .venv/.installed
 demo: $(STAMP)
 	$(BIN)/sgl-omni demo --out hello.wav
 
+# Unit tests in two processes of one thread each; then those that start real pipelines, one after another.
 test: $(STAMP)-test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/integration
 
 check: $(STAMP)-test
 	$(BIN)/ruff check
