@@ -112,7 +112,8 @@ def advise(
     served = target.resolved.config.model_path or target.plan.name
     workload = Workload(load_texts(texts), seed, None, served, voice, max_new_tokens)
     load = Load(concurrency=concurrency or 0, warmup=warmup, seconds=seconds)
-    source = ["--config", str(config_path)] if config_path else ["--model-path", str(model_path)]
+    source = ["--config", str(config_path)] if config_path else []
+    source += ["--model-path", model_path] if model_path else []
     common = ["--platform", target.plan.platform, "--virtual-gpu-memory", virtual_gpu_memory]
     arguments = [*source, *common, *ctx.args]
     found: dict[str, Any] = {"stage": target.stage, "platform": target.plan.platform, "cores": list(target.cores)}
