@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -155,6 +157,24 @@ def test_what_is_no_audio_is_refused_and_no_translation_is_offered(server: Serve
 def test_a_seed_repeats_what_a_temperature_draws(server: Server) -> None:
     drawn = [ask(server, tiny.noise(3, 1.4), temperature=1.0, seed=seed).json()["text"] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_the_benchmark_hears_it_all(server: Server, tmp_path: Path) -> None:
+    for seed, seconds in ((1, 0.5), (3, 1.5)):
+        (tmp_path / f"{seed}.wav").write_bytes(wav(tiny.noise(seed, seconds)))
+    out = tmp_path / "out.json"
+    asked = ("--audio", str(tmp_path), "--model", NAME, "--language", "de", "--concurrency", "2", "--out", str(out))
+    command = [sys.executable, "-m", "sgl_omni.cli.main", "bench", "transcription", "--url", server.url, *asked]
+    done = subprocess.run([*command, "--warmup", "0.3", "--seconds", "2"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    level = json.loads(out.read_text())["levels"][0]
+    assert level["errors"] == 0 and level["requests"] >= 2 and "| 2 callers each |" in done.stdout
+    assert 0.5 <= level["mean_audio_s"] <= 1.5 and level["tokens_per_s"] > level["requests_per_s"]
+    assert 0.5 <= level["audio_s_per_s"] / level["requests_per_s"] <= 1.5
+    assert 0 < level["ttft"]["p50"] <= level["latency"]["p50"]
+    assert level["latency"]["p50"] / 1.5 <= level["rtf"]["max"]
+    nobody = subprocess.run([*command, "--audio", str(tmp_path / "none")], capture_output=True, text=True, timeout=60)
+    assert nobody.returncode == 2 and "none" in nobody.stderr
 
 
 def test_replicas_share_weights_and_answer_the_same(server: Server, reference: tiny.Reference, tmp_path: Path) -> None:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
+from python_multipart.multipart import parse_form
 
 from sgl_omni.bench.chat import ChatOptions, ChatStream
 from sgl_omni.bench.client import Record
-from sgl_omni.bench.measure import BenchError, Load, Sweep, percentiles, summarise, summarise_chat, timeline
-from sgl_omni.bench.report import chat_table, study_table
+from sgl_omni.bench.measure import (
+    BenchError,
+    Load,
+    Sweep,
+    percentiles,
+    summarise,
+    summarise_chat,
+    summarise_transcription,
+    timeline,
+)
+from sgl_omni.bench.report import chat_table, study_table, transcription_table
 from sgl_omni.bench.study import WorkloadSpec, judge, load_study, parse_cores
+from sgl_omni.bench.transcription import TranscriptionOptions, TranscriptStream, find_recordings
 from sgl_omni.bench.workload import Workload, arrivals, length_class, load_texts, parse_mix
 from sgl_omni.errors import InvalidRequest
 
@@ -236,3 +250,87 @@ def test_a_speech_may_be_told_its_length() -> None:
     assert "max_new_tokens" not in Workload(("a",)).request("a")
     assert Workload(("a",), max_new_tokens=95).request("a")["max_new_tokens"] == 95
     assert WorkloadSpec(max_new_tokens=95).build().max_new_tokens == 95
+
+
+def test_recordings_of_a_folder_are_known_by_their_length(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "b.wav", np.zeros(4000), 16000)
+    soundfile.write(tmp_path / "a.flac", np.zeros((44100, 2)), 44100)
+    (tmp_path / "notes.txt").write_text("no recording")
+    found = find_recordings(tmp_path)
+    assert list(found.items()) == [(str(tmp_path / "a.flac"), 1.0), (str(tmp_path / "b.wav"), 0.25)]
+
+
+@pytest.mark.parametrize("kind", ["no folder", "no recording", "no audio", "empty"])
+def test_a_folder_without_recordings_is_refused(tmp_path: Path, kind: str) -> None:
+    folder, words = tmp_path, {"no folder": "No such file", "no recording": "no recording", "no audio": "x.wav"}
+    if kind == "no folder":
+        folder = tmp_path / "nowhere"
+    elif kind == "no audio":
+        (tmp_path / "x.wav").write_bytes(b"words")
+    elif kind == "empty":
+        soundfile.write(tmp_path / "x.wav", np.zeros(0), 16000)
+    with pytest.raises(InvalidRequest, match=words.get(kind, "is empty")):
+        find_recordings(folder)
+
+
+def test_what_a_transcription_asks() -> None:
+    options = TranscriptionOptions({"/r/x.flac": 1.0}, language="de", prompt="Größe")
+    content_type, body = options.form("/r/x.flac", b"\x00\r\n--\xff", "m")
+    fields: dict[bytes, bytes] = {}
+    files: dict[bytes, tuple[bytes, bytes]] = {}
+
+    def take_field(field: Any) -> None:
+        fields[field.field_name] = field.value
+
+    def take_file(file: Any) -> None:
+        file.file_object.seek(0)
+        files[file.field_name] = file.file_name, file.file_object.read()
+
+    headers = {"Content-Type": content_type.encode(), "Content-Length": str(len(body)).encode()}
+    parse_form(headers, BytesIO(body), take_field, take_file)
+    assert fields == {b"model": b"m", b"stream": b"true", b"language": b"de", b"prompt": "Größe".encode()}
+    assert files == {b"file": (b"audio.flac", b"\x00\r\n--\xff")}
+
+
+def transcript_events(*texts: str, done: bool = True) -> bytes:
+    events = [f'{{"type": "transcript.text.delta", "delta": "{text}"}}' for text in texts]
+    end = '{"type": "transcript.text.done", "text": "", "usage": {"type": "tokens", "output_tokens": 7}}'
+    return "".join(f"data: {event}\n\n" for event in [*events, *[end] * done]).encode()
+
+
+def test_a_transcription_is_timed_piece_by_piece_and_may_be_silent() -> None:
+    stream, data = TranscriptStream(), transcript_events("one", "two")
+    second = data.index(b"two")
+    stream.feed(data[:second], 1.0)
+    stream.feed(data[second:], 3.0)
+    assert (stream.error, stream.tokens, stream.times, stream.gaps) == (None, 7, [1.0, 3.0], (2.0,))
+    silent = TranscriptStream()
+    silent.feed(transcript_events(), 1.0)
+    assert (silent.error, silent.times) == (None, [])
+    for data, words in (
+        (transcript_events("one", done=False), "broke off"),
+        (b'data: {"error": {"message": "stage failed"}}\n\n', "stage failed"),
+        (b"data: hello\n\n", "not an event"),
+    ):
+        failed = TranscriptStream()
+        failed.feed(data, 1.0)
+        assert failed.error is not None and words in failed.error
+
+
+def test_figures_of_transcriptions() -> None:
+    load = Load(warmup=1, seconds=10)
+    records = [
+        Record(1.0, 1.2, 3.0, 20.0, 9, tokens=10),
+        Record(2.0, None, 3.0, 40.0, 9, tokens=1),  # silence: no first text
+        Record(0.5, 0.6, 2.0, 10.0, 9, tokens=9),  # begun in the warm-up
+        Record(4.0, None, 5.0, 0.0, 9, error="status 400"),
+    ]
+    figures = summarise_transcription([records], load)
+    assert (figures["requests"], figures["errors"], figures["error_examples"]) == (2, 1, ["status 400"])
+    assert (figures["requests_per_s"], figures["audio_s_per_s"], figures["tokens_per_s"]) == (0.3, 7.0, 2.0)
+    assert (figures["ttft"]["p50"], figures["rtf"]["p50"], figures["rtf"]["max"]) == (0.2, 0.025, 0.1)
+    assert figures["mean_audio_s"] == 30.0
+    short = summarise_transcription([records], load, short=True)
+    assert (short["ttft_p50"], short["latency_p50"], short["audio_s_per_s"]) == (0.2, 1.0, 7.0)
+    row = transcription_table([{**figures, "rate": 2.0, "concurrency": None}]).splitlines()[2]
+    assert row == "| 2/s each | 0.30 | 7.0 | 200 / 200 | 1.00 / 2.00 | 0.0250 / 0.1000 | 1 |"

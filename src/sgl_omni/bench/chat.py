@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import msgspec
+
+from sgl_omni.bench.events import EventStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +54,8 @@ class _Event(msgspec.Struct):
     error: _Error | None = None
 
 
-class ChatStream:
-    """The server-sent events of one answer, read as they come."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        """When each piece of text came; pieces that came in one read have the same time."""
-        self.tokens = 0
-        self._rest = b""
-        self._failure: str | None = None
-        self._done = False
-
-    def feed(self, data: bytes, now: float) -> None:
-        """``now`` is when it came, in seconds of any clock."""
-        *whole, self._rest = (self._rest + data).split(b"\n\n")
-        for event in whole:
-            self._take(event.removeprefix(b"data: "), now)
+class ChatStream(EventStream):
+    """The server-sent events of one answer of a chat."""
 
     def _take(self, event: bytes, now: float) -> None:
         if event == b"[DONE]":
@@ -89,13 +76,6 @@ class ChatStream:
     @property
     def error(self) -> str | None:
         """Why the answer does not count: it broke off, or had no text or no count of tokens."""
-        if self._failure is not None:
-            return self._failure
-        if not self._done:
-            return "the stream broke off"
+        if (error := super().error) is not None:
+            return error
         return None if self.times and self.tokens else "no text in the answer"
-
-    @property
-    def gaps(self) -> tuple[float, ...]:
-        """Times between pieces of text."""
-        return tuple(later - earlier for earlier, later in pairwise(self.times))

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -14,17 +15,20 @@ import httptools
 import msgspec
 
 from sgl_omni.bench.chat import ChatOptions, ChatStream
+from sgl_omni.bench.events import EventStream
+from sgl_omni.bench.transcription import TranscriptionOptions, TranscriptStream
 from sgl_omni.bench.workload import Workload, arrivals
 
 ROUTE = "/v1/audio/speech"
 CHAT_ROUTE = "/v1/chat/completions"
+TRANSCRIPTION_ROUTE = "/v1/audio/transcriptions"
 SAMPLE_BYTES = 2
 
 
 class Orders(msgspec.Struct, frozen=True):
     """``begin`` is a time of the monotonic clock, which all processes of a host share. Closed loop by ``concurrency``,
     open loop by ``rate`` (requests/s). What begins in the first ``warmup`` seconds is not measured. With ``chat`` the
-    texts are asked in a chat, else spoken.
+    texts are asked in a chat, with ``transcription`` they are paths of recordings to be written down, else spoken.
     """
 
     url: str
@@ -38,12 +42,14 @@ class Orders(msgspec.Struct, frozen=True):
     burst: int = 1
     timeout: float = 120.0
     chat: ChatOptions | None = None
+    transcription: TranscriptionOptions | None = None
 
 
 class Record(msgspec.Struct, frozen=True):
     """One request. Times in seconds from ``Orders.begin``; ``begun`` in an open loop is when it was due.
 
-    ``first`` is the first byte of audio, or the first text; ``gaps`` are the times between pieces of text.
+    ``first`` is the first byte of audio, or the first text; ``gaps`` are the times between pieces of text. ``audio`` is
+    what was said, or heard, in seconds.
     """
 
     begun: float
@@ -59,7 +65,8 @@ class Record(msgspec.Struct, frozen=True):
 class _Answer(asyncio.Protocol):
     """One connection, one request at a time; of a recording only its length is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_stream: Callable[[], EventStream]) -> None:
+        self._make_stream = make_stream
         self.transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._done: asyncio.Future[None] | None = None
@@ -71,7 +78,7 @@ class _Answer(asyncio.Protocol):
         self.size = 0
         self.first: float | None = None
         self.words = b""
-        self.stream = ChatStream()
+        self.stream = self._make_stream()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -134,6 +141,7 @@ class Client:
         parts = urlsplit(orders.url)
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._idle: list[_Answer] = []
+        self._files: dict[str, bytes] = {}
         self.records: list[Record] = []
 
     async def run(self) -> list[Record]:
@@ -177,11 +185,13 @@ class Client:
                 status = await connection.ask(self._bytes(text))
             if status != 200:
                 error = f"status {status}: {connection.words[:300].decode(errors='replace')}"
-            elif self._orders.chat is not None:
-                error = connection.stream.error
+            elif self._reads_events:
+                stream, heard = connection.stream, self._orders.transcription
+                error = stream.error
                 if error is None:
-                    first = connection.stream.times[0] - self._orders.begin
-                    tokens, gaps = connection.stream.tokens, connection.stream.gaps
+                    first = stream.times[0] - self._orders.begin if stream.times else None
+                    tokens, gaps = stream.tokens, stream.gaps
+                    audio = 0.0 if heard is None else heard.seconds[text]
             elif not connection.rate or connection.first is None:
                 error = "no audio in the answer"
             else:
@@ -204,16 +214,30 @@ class Client:
         while self._idle:
             if (found := self._idle.pop()).reusable:
                 return found
-        _, made = await asyncio.get_running_loop().create_connection(_Answer, self._host, self._port)
+        make_stream = ChatStream if self._orders.transcription is None else TranscriptStream
+        loop = asyncio.get_running_loop()
+        _, made = await loop.create_connection(lambda: _Answer(make_stream), self._host, self._port)
         return made
 
+    @property
+    def _reads_events(self) -> bool:
+        return self._orders.chat is not None or self._orders.transcription is not None
+
     def _bytes(self, text: str) -> bytes:
-        chat, workload = self._orders.chat, self._orders.workload
-        asked = workload.request(text) if chat is None else chat.request(text, workload.model)
-        route = ROUTE if chat is None else CHAT_ROUTE
-        body = msgspec.json.encode(asked)
-        head = f"POST {route} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
+        route, content_type, body = self._asked(text)
+        head = f"POST {route} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: {content_type}\r\n"
         return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+    def _asked(self, text: str) -> tuple[str, str, bytes]:
+        """Route, content type and body."""
+        workload, chat, transcription = self._orders.workload, self._orders.chat, self._orders.transcription
+        if transcription is not None:
+            if text not in self._files:
+                self._files[text] = Path(text).read_bytes()
+            return TRANSCRIPTION_ROUTE, *transcription.form(text, self._files[text], workload.model)
+        if chat is not None:
+            return CHAT_ROUTE, "application/json", msgspec.json.encode(chat.request(text, workload.model))
+        return ROUTE, "application/json", msgspec.json.encode(workload.request(text))
 
 
 def main() -> None:

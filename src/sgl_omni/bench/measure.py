@@ -19,6 +19,7 @@ from sgl_omni.bench.activity import Sample, gpu_sampler
 from sgl_omni.bench.chat import ChatOptions
 from sgl_omni.bench.child import before_exec
 from sgl_omni.bench.client import Orders, Record
+from sgl_omni.bench.transcription import TranscriptionOptions
 from sgl_omni.bench.workload import Workload
 from sgl_omni.errors import OmniError
 from sgl_omni.gauges import read_engine_gauges
@@ -58,11 +59,13 @@ async def measure(
     cores: Sequence[int] | None = None,
     streams: int = 0,
     chat: ChatOptions | None = None,
+    transcription: TranscriptionOptions | None = None,
 ) -> dict[str, Any]:
     """Drives each of ``urls`` by a process of its own and returns the figures.
 
     ``watched`` are the servers whose /metrics are read, the driven ones if None. ``cores`` are the clients'.
-    ``streams`` is the number of the first client's stream of texts. With ``chat`` they are asked, else spoken.
+    ``streams`` is the number of the first client's stream of texts. With ``chat`` they are asked, with
+    ``transcription`` they are paths of recordings to be written down, else they are spoken.
 
     Raises ``BenchError`` where a client process fails.
     """
@@ -80,6 +83,7 @@ async def measure(
             burst=load.burst,
             timeout=load.timeout,
             chat=chat,
+            transcription=transcription,
         )
         for i, url in enumerate(urls)
     ]
@@ -92,7 +96,7 @@ async def measure(
         for task in (*clients, sampling):
             task.cancel()
         await asyncio.gather(*clients, sampling, return_exceptions=True)
-    figures_of = summarise if chat is None else summarise_chat
+    figures_of = summarise_chat if chat else summarise_transcription if transcription else summarise
     return {
         "concurrency": load.concurrency or None,
         "rate": load.rate or None,
@@ -223,6 +227,25 @@ def summarise_chat(clients: Sequence[Sequence[Record]], load: Load, *, short: bo
         "latency": latency,
         "mean_tokens": round(fmean([r.tokens for r in begun]), 1) if begun else None,
         "mean_characters": round(fmean([r.characters for r in begun]), 1) if begun else None,
+    }
+
+
+def summarise_transcription(clients: Sequence[Sequence[Record]], load: Load, *, short: bool = False) -> dict[str, Any]:
+    """As ``summarise``, for recordings: ``ttft`` to the first text; seconds of audio are those that were heard."""
+    figures = summarise(clients, load, short=short)
+    if short:
+        figures["ttft_p50"] = figures.pop("ttfa_p50")
+        return figures
+    start, end = load.warmup, load.warmup + load.seconds
+    good = [record for client in clients for record in client if record.error is None]
+    heard = [record.audio for record in good if start <= record.begun < end]
+    tokens = sum(record.tokens for record in good if start <= record.ended < end)
+    figures["ttft"] = figures.pop("ttfa")
+    del figures["mean_characters"]
+    return {
+        **figures,
+        "tokens_per_s": round(tokens / load.seconds, 3),
+        "mean_audio_s": round(fmean(heard), 3) if heard else None,
     }
 
 

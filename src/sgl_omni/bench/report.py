@@ -57,6 +57,23 @@ def chat_table(levels: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def transcription_table(levels: Sequence[Mapping[str, Any]]) -> str:
+    """As ``speech_table``, for recordings."""
+    lines = [
+        "| offered | requests/s | audio s/s | TTFT p50 / p95 (ms) | latency p50 / p95 (s) | RTF p50 / p95 | errors |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for figures in levels:
+        ttft, latency, rtf = figures["ttft"], figures["latency"], figures["rtf"]
+        lines.append(
+            f"| {offered(figures)} | {figures['requests_per_s']:.2f} | {figures['audio_s_per_s']:.1f} "
+            f"| {milliseconds(ttft['p50'])} / {milliseconds(ttft['p95'])} "
+            f"| {number(latency['p50'])} / {number(latency['p95'])} "
+            f"| {number(rtf['p50'], 4)} / {number(rtf['p95'], 4)} | {figures['errors']} |"
+        )
+    return "\n".join(lines)
+
+
 def span(values: Sequence[float], digits: int = 2) -> str:
     """``lowest to highest``, or the one value."""
     if not values:

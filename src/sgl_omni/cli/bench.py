@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from sgl_omni.errors import InvalidRequest
 if TYPE_CHECKING:
     from sgl_omni.bench.chat import ChatOptions
     from sgl_omni.bench.measure import Load
+    from sgl_omni.bench.transcription import TranscriptionOptions
     from sgl_omni.bench.workload import Workload
 
 
@@ -152,6 +154,58 @@ def chat(
     _report(urls, workload, levels, load, gpu, out, chat_table, options)
 
 
+@app.command()
+@load_options
+@click.option(
+    "--audio",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    required=True,
+    help="Folder of recordings (wav, flac, ogg, opus, mp3, ...); each is asked for equally often.",
+)
+@click.option("--seed", default=0, show_default=True, help="Draws the same recordings and arrivals again.")
+@click.option("--model", required=True, help="Model name in the requests.")
+@click.option("--language", help="Of the recordings, as a code; found by the model if left out.")
+@click.option("--prompt", help="Context in the requests.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Of an answer, at most.")
+def transcription(
+    urls: Sequence[str],
+    concurrency: str | None,
+    rate: float | None,
+    audio: Path,
+    seed: int,
+    model: str,
+    language: str | None,
+    prompt: str | None,
+    max_new_tokens: int | None,
+    gpu: int,
+    out: Path | None,
+    warmup: float,
+    seconds: float,
+    timeout: float,
+    burst: int,
+) -> None:
+    """Streamed transcriptions from running servers, driven by one client process a replica.
+
+    Exit status: 1 when a client fails or no request ends well, 2 when an option is refused.
+    """
+    from sgl_omni.bench.measure import Load
+    from sgl_omni.bench.report import transcription_table
+    from sgl_omni.bench.transcription import TranscriptionOptions, find_recordings
+    from sgl_omni.bench.workload import Workload
+
+    if concurrency is not None and rate is not None:
+        raise click.UsageError("give --concurrency (closed loop) or --rate (open loop), not both")
+    levels = parse_levels(concurrency) if concurrency is not None else None
+    try:
+        recordings = find_recordings(audio)
+    except InvalidRequest as error:
+        raise click.UsageError(str(error)) from error
+    workload = Workload(tuple(recordings), seed, model=model)
+    load = Load(rate=rate or 0.0, warmup=warmup, seconds=seconds, timeout=timeout, burst=burst)
+    options = TranscriptionOptions(recordings, language, prompt, max_new_tokens)
+    _report(urls, workload, levels, load, gpu, out, transcription_table, transcription=options)
+
+
 def _report(
     urls: Sequence[str],
     workload: Workload,
@@ -161,10 +215,11 @@ def _report(
     out: Path | None,
     table: Callable[[Sequence[dict[str, Any]]], str],
     chat: ChatOptions | None = None,
+    transcription: TranscriptionOptions | None = None,
 ) -> None:
     """Measures, prints the table, and writes the figures down."""
     urls = [check_url(url) for url in urls]
-    figures = asyncio.run(_measure(urls, workload, levels, load, gpu, chat))
+    figures = asyncio.run(_measure(urls, workload, levels, load, gpu, chat, transcription))
     click.echo(table(figures))
     for level in figures:
         click.echo(_balance(level))
@@ -181,16 +236,18 @@ async def _measure(
     load: Load,
     gpu: int,
     chat: ChatOptions | None,
+    transcription: TranscriptionOptions | None,
 ) -> list[dict[str, Any]]:
     from sgl_omni.bench.measure import Sweep, measure
 
+    asked = partial(measure, urls, workload, gpu=gpu, chat=chat, transcription=transcription)
     if load.rate:
-        return [await measure(urls, workload, load, gpu=gpu, chat=chat)]
+        return [await asked(load)]
     figures: list[dict[str, Any]] = []
 
     async def at(level: int) -> dict[str, Any]:
         offered = replace(load, concurrency=level)
-        found = await measure(urls, workload, offered, gpu=gpu, streams=64 * len(figures), chat=chat)
+        found = await asked(offered, streams=64 * len(figures))
         click.echo(f"{level} callers each: {found['requests_per_s']:.2f} requests/s", err=True)
         figures.append(found)
         return found
