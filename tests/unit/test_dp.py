@@ -6,6 +6,8 @@ import dataclasses
 import os
 import signal
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,27 +219,30 @@ def test_weight_sharing_is_refused_with_what_can() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    (tmp_path / "run/dp1234").mkdir(parents=True)
-    me = Mark.of(os.getpid())
-    assert me is not None
-    server = Replica(index=0, port=8100, cores=(0, 1), log="replica-0.log", server=me)
-    return Run(
-        id="one",
-        created="2026-01-01T00:00:00+00:00",
-        boot=boot_id(),
-        launcher=me,
-        pipeline="demo-voice",
-        platform="cuda",
-        gpu=0,
-        gpu_key=UUID,
-        node=None,
-        mps=True,
-        capacity={"tts_engine": 9936},
-        runtime=str(tmp_path / "run/dp1234"),
-        replicas=(dataclasses.replace(server, workers=(Worker(name="tts_engine", mark=me, computes=True),)),),
-    )
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Its run folder has a short path, as socket addresses are."""
+    with tempfile.TemporaryDirectory(prefix="omni-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        runtime = Path(folder) / "dp1234"
+        runtime.mkdir()
+        me = Mark.of(os.getpid())
+        assert me is not None
+        server = Replica(index=0, port=8100, cores=(0, 1), log="replica-0.log", server=me)
+        yield Run(
+            id="one",
+            created="2026-01-01T00:00:00+00:00",
+            boot=boot_id(),
+            launcher=me,
+            pipeline="demo-voice",
+            platform="cuda",
+            gpu=0,
+            gpu_key=UUID,
+            node=None,
+            mps=True,
+            capacity={"tts_engine": 9936},
+            runtime=str(runtime),
+            replicas=(dataclasses.replace(server, workers=(Worker(name="tts_engine", mark=me, computes=True),)),),
+        )
 
 
 def test_a_record_is_read_as_it_was_written_and_goes_with_its_run(tmp_path: Path, run: Run) -> None:
