@@ -111,11 +111,15 @@ def test_shared_weights_and_no_mps_are_written_as_such() -> None:
 
 
 def test_a_number_that_is_to_be_tried_divides_the_same_pools() -> None:
-    advice = advise(measured(seen(active=0.9)), Room(memory_bytes=8 * GIB, cores=9))
+    found, room = measured(seen(active=0.9)), Room(memory_bytes=8 * GIB, cores=9)
+    advice = advise(found, room)
     assert advice.replicas == 1
-    forced = replicas_forced(advice, 2, 9)
+    forced = replicas_forced(advice, found, room, 2)
     assert (forced.replicas, forced.cores_each, forced.mps) == (2, 4, True)
-    assert forced.max_total_tokens == advice.max_total_tokens // 2
+    each = found.weights_bytes + found.other_bytes + forced.max_total_tokens * found.bytes_per_token
+    assert 2 * each <= 0.95 * room.memory_bytes < 2 * (each + found.page_tokens * found.bytes_per_token)
+    with pytest.raises(ValueError, match="99 replicas leave no room for KV pools"):
+        replicas_forced(advice, found, room, 99)
 
 
 @pytest.mark.parametrize(

@@ -296,9 +296,9 @@ def decide(target: Target, seen: Seen, replicas: int | None) -> Advice:
     )
     try:
         advice = by_rule(measured(seen), room)
+        return advice if replicas is None else replicas_forced(advice, measured(seen), room, replicas)
     except ValueError as error:
         raise LaunchRefused(str(error)) from error
-    return advice if replicas is None else replicas_forced(advice, replicas, room.cores)
 
 
 def write(target: Target, advice: Advice, seen: Seen, out: Path) -> None:

@@ -86,6 +86,15 @@ def advise(measured: Measured, room: Room) -> Advice:
     return best
 
 
+def tokens_for(measured: Measured, room: Room, replicas: int, *, shared: bool) -> int:
+    """The pool of each of so many replicas, whether or not they pay. Raises ``ValueError`` where they do not fit."""
+    tokens = _tokens(measured, room, replicas, shared=shared)
+    if tokens < measured.page_tokens:
+        missing = _fixed(measured, replicas, shared=shared) - _usable(room)
+        raise ValueError(f"{replicas} replicas leave no room for KV pools; {max(0, missing)} bytes are lacking")
+    return tokens
+
+
 def _advise(measured: Measured, room: Room, *, shared: bool) -> Advice | None:
     limits = {
         "multiprocessors": _by_activity(measured),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_omni.config.scalars import core_text
-from sgl_omni.dp.advice import Advice, Measured
+from sgl_omni.dp.advice import Advice, Measured, Room, tokens_for
 from sgl_omni.dp.watch import Reading
 
 BETTER = 1.05
@@ -63,12 +63,17 @@ def measured(seen: Seen) -> Measured:
     )
 
 
-def replicas_forced(advice: Advice, replicas: int, cores: int) -> Advice:
-    """The same pools and sharing for another number of replicas, which is to be tried whatever the rule says."""
+def replicas_forced(advice: Advice, found: Measured, room: Room, replicas: int) -> Advice:
+    """The same sharing for another number of replicas, which is to be tried whatever the rule says. All pools together
+    are as large as the advised ones, or as there is room for.
+
+    Raises ``ValueError`` where so many do not fit.
+    """
+    pool = tokens_for(found, room, replicas, shared=advice.weight_share)
     return Advice(
         replicas=replicas,
-        cores_each=cores // replicas,
-        max_total_tokens=max(1, advice.max_total_tokens * advice.replicas // replicas),
+        cores_each=room.cores // replicas,
+        max_total_tokens=max(1, min(pool, advice.max_total_tokens * advice.replicas // replicas)),
         mps=replicas > 1,
         weight_share=advice.weight_share,
         bound="your wish",
