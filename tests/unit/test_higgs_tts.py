@@ -171,6 +171,15 @@ def test_prompts_that_make_no_sense_are_refused(v3: V3, payload: dict[str, Any],
         engine_for(v3.model).add("bad", payload)
 
 
+def test_a_request_that_says_no_limit_gets_what_room_its_prompt_leaves(v3: V3) -> None:
+    positions = v3.model.spec.decoder.max_positions
+    assert positions is not None
+    prompt = [5] * (positions - 100)
+    request = HiggsTts3Task(v3.model.spec).parse("a", {"prompt_ids": prompt})
+    assert request.prompt_length + request.max_outputs == positions
+    engine_for(v3.model, max_total_tokens=2 * positions).add("a", {"prompt_ids": prompt})
+
+
 def test_a_prompt_of_higgs_tts_3_has_its_parts_in_order(v3: V3) -> None:
     tokenizer = TextTokenizer.load(v3.folder)
     words = tokenizer.encode("The sun<|laugh|> rises")
@@ -297,14 +306,14 @@ def preprocess(prompts: Any, **payload: Any) -> dict[str, Any]:
 
 def test_options_are_filled_in(v3: V3) -> None:
     found = preprocess(v3.prompts)
-    assert {key: found[key] for key in ("temperature", "top_k", "top_p", "seed", "max_frames", "speed")} == {
+    assert {key: found[key] for key in ("temperature", "top_k", "top_p", "seed", "speed")} == {
         "temperature": 0.8,
         "top_k": 50,
         "top_p": 0.9,
         "seed": None,
-        "max_frames": 2048,
         "speed": 1.0,
     }
+    assert "max_frames" not in found  # as long as the model has positions for
     found = preprocess(v3.prompts, temperature=0.0, top_k=3, seed=7, max_new_tokens=9, speed=2.0)
     assert (found["temperature"], found["top_k"], found["seed"], found["max_frames"]) == (0.0, 3, 7, 9)
 

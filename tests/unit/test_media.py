@@ -61,6 +61,7 @@ async def refusal(source: MediaSource, reference: str) -> str:
 async def test_data_urls_are_always_read() -> None:
     source = MediaSource()
     assert await source.fetch("data:audio/wav;base64," + base64.b64encode(b"RIFF").decode(), "audio") == b"RIFF"
+    assert await source.fetch("data:;base64,UklG\nRg==\n", "audio") == b"RIFF"
     assert await source.fetch("data:,a%20b", "audio") == b"a b"
     assert "base64" in await refusal(source, "data:audio/wav;base64,!!!")
     assert "comma" in await refusal(source, "data:audio/wav;base64")

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.folder import check_folder, find_folder
+from sgl_omni.models.registry import PipelineRegistry
 
 
 @pytest.fixture
@@ -87,3 +88,45 @@ def test_tensors_of_another_type_are_named(folder: Path) -> None:
     save_file({"a": np.zeros(4, np.float32), "b": np.zeros(4, np.int8)}, folder / "model.safetensors")
     check_folder(folder, ["TinyModel"])
     assert "model.safetensors: b is I8, not one of BF16, F32" in refused(folder, dtypes=["F32", "BF16"])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"hidden_size": "64"}, "hidden_size is '64', no whole number above 0"),
+        ({"text": {"num_hidden_layers": 2.5}}, "text.num_hidden_layers is 2.5"),
+        ({"audio": {"d_model": -64}}, "audio.d_model is -64"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', no number above 0"),
+    ],
+)
+def test_a_size_that_is_no_number_is_named(folder: Path, change: dict[str, object], told: str) -> None:
+    config = {"architectures": ["TinyModel"], "head_dim": None, "rope_theta": 10000, **change}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert f"config.json: {told}" in refused(folder)
+
+
+def test_a_broken_tokenizer_is_named(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"model": ')
+    assert "tokenizer.json cannot be read" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (None, "holds no config.json"),
+        ("{", "config.json cannot be read"),
+        ("[]", "config.json is not a JSON object"),
+        ('{"architectures": "Qwen3ForCausalLM"}', "architectures is 'Qwen3ForCausalLM', not a list of names"),
+        ('{"architectures": ["Unheard"]}', "its architecture is Unheard"),
+    ],
+)
+def test_why_no_class_serves_a_folder_is_told(tmp_path: Path, config: str | None, told: str) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    registry = PipelineRegistry()
+    assert registry.by_model(str(tmp_path)) is None and told in registry.why_unknown(str(tmp_path))
+
+
+def test_a_folder_that_is_not_there_is_told() -> None:
+    assert "neither a folder nor a downloaded model" in PipelineRegistry().why_unknown("/nowhere/at/all")

@@ -72,6 +72,13 @@ def codes_of(seen: Any) -> list[list[int]]:
     return seen.joined("codes").tolist() if seen.chunks else []
 
 
+def test_a_request_that_says_no_limit_gets_what_room_its_prompt_leaves(moss: Moss) -> None:
+    task, positions = MossTask(moss.model.spec), moss.model.spec.decoder.max_positions
+    assert positions is not None
+    prompt = torch.zeros(positions - 30, 1 + BOOKS, dtype=torch.int64)
+    assert task.parse("a", {"prompt_ids": prompt}).max_outputs == 30
+
+
 def test_the_cases_end_by_the_decision_and_by_the_limit(moss: Moss) -> None:
     lengths = {len(case.codes) for case in moss.cases.values()}
     assert FRAMES in lengths

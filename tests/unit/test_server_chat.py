@@ -297,9 +297,9 @@ async def test_media_that_are_not_to_be_had_are_named(backend: Backend, part: di
 
 
 async def test_too_many_files_are_refused(backend: Backend) -> None:
-    part = {"type": "video", "video": ["data:,a"] * 513}
+    part = {"type": "video", "video": ["data:,a"] * 1025}
     response = await post(backend, {**ASK, "messages": [{"role": "user", "content": [part]}]}, OMNI)
-    assert response.status_code == 400 and "512 files" in response.text
+    assert response.status_code == 400 and "1024 files" in response.text
 
 
 SPEAK = {**ASK, "modalities": ["text", "audio"], "audio": {"voice": "Chelsie", "format": "wav"}}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_omni.errors import StartupError
+from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.text.stops import StopFinder
 from sgl_omni.text.tokenizer import Detokenizer, TextTokenizer
 
@@ -154,3 +154,10 @@ def test_whether_special_tokens_count_is_each_calls_own(tokenizer: TextTokenizer
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda i: (tokenizer.encode, tokenizer.encode_plain)[i % 2](text), range(2000)))
     assert found == [special, plain] * 1000
+
+
+@pytest.mark.parametrize("name", ["messages", "self", "conversation", "tokenize", "chat_template"])
+def test_options_of_a_template_are_its_variables_alone(tokenizer: TextTokenizer, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"may not set {name}") as caught:
+        tokenizer.chat([{"role": "user", "content": "x"}], **{name: []})
+    assert caught.value.param == "chat_template_kwargs"

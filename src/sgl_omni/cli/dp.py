@@ -133,7 +133,6 @@ def plan_pool(
     asked: Asked, host: Host | None, config_path: Path | None, model_path: str | None, flags: list[str]
 ) -> dict[str, int]:
     """Plans one server as `serve` will and checks that so many fit; returns the tokens that its engine stages pin."""
-    from sgl_omni.cli.serve import refuse_what_cannot_run
     from sgl_omni.config.load import load_config
     from sgl_omni.dp.preflight import check_plan
     from sgl_omni.models.registry import PipelineRegistry
@@ -142,9 +141,7 @@ def plan_pool(
     assert host is not None
     resolved = load_config(config_path, flags, registry=PipelineRegistry(), model_path=model_path)
     plan = build_plan(resolved, host)
-    capacity = check_plan(asked, plan, resolved, host.memory(0))
-    refuse_what_cannot_run(resolved.cls)
-    return capacity
+    return check_plan(asked, plan, resolved, host.memory(0))
 
 
 def new_run(store: Store, asked: Asked, placed: Place, capacity: dict[str, int], pipeline: str) -> Run:

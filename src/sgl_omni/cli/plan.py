@@ -128,7 +128,6 @@ def look(
     config_path: Path | None, model_path: str | None, flags: list[str], platform: str, virtual_gpu_memory: str
 ) -> Target:
     """The plan of one replica. Refuses what cannot be advised about."""
-    from sgl_omni.cli.serve import refuse_what_cannot_run
     from sgl_omni.config.load import load_config
     from sgl_omni.config.scalars import parse_bytes
     from sgl_omni.gpu.affinity import read_cores
@@ -147,7 +146,6 @@ def look(
     if host is None:
         host = virtual_host(parse_bytes(virtual_gpu_memory), os.cpu_count(), cores)
     plan = build_plan(resolved, host)
-    refuse_what_cannot_run(resolved.cls)
     if len(resolved.engine_stages) != 1:
         raise LaunchRefused(f"advice is for pipelines of one engine stage; this one has {len(resolved.engine_stages)}")
     (stage,) = resolved.engine_stages

@@ -19,7 +19,6 @@ from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.topology.plan import Plan
 
 if TYPE_CHECKING:
-    from sgl_omni.config.schema import PipelineConfig
     from sgl_omni.config.tasks import Tasks
     from sgl_omni.media.source import MediaSource
     from sgl_omni.runtime.pipeline import Pipeline
@@ -156,21 +155,14 @@ def prepare(
         host = virtual_host(parse_bytes(virtual_gpu_memory), os.cpu_count(), read_cores())
     plan = build_plan(resolved, host)
     print_layout(plan, host)
-    refuse_what_cannot_run(resolved.cls)
     tasks = Tasks()
     if resolved.model_path is not None:
         try:
             tasks = resolved.cls.tasks(resolved.model_path)
         except InvalidRequest as error:
             raise StartupError(str(error)) from error
-    given = resolved.config.model_path or plan.name
-    return plan, tasks, list(dict.fromkeys([given, plan.name]))
-
-
-def refuse_what_cannot_run(cls: type[PipelineConfig]) -> None:
-    """Raises ``StartupError`` for a pipeline that this version plans but does not run yet."""
-    if not cls.runnable:
-        raise cls.not_runnable()
+    named, path = resolved.config.name, resolved.config.model_path
+    return plan, tasks, list(dict.fromkeys([name for name in (named, path, plan.name) if name]))
 
 
 async def serve(

@@ -28,6 +28,8 @@ class Registry(Protocol):
 
     def by_model(self, model_path: str) -> type[PipelineConfig] | None: ...
 
+    def why_unknown(self, model_path: str) -> str: ...
+
 
 def load_config(
     path: Path | str | None,
@@ -126,7 +128,7 @@ def _class_of(
     if "stages" in file.data:
         return PipelineConfig
     if isinstance(model, str):
-        message = f"no pipeline class serves model '{model}'"
+        message = f"no pipeline class serves model '{model}': {registry.why_unknown(model)}"
     else:
         message = "there is no pipeline: neither config_cls, nor model_path, nor stages is given"
     hint = f"config_cls: one of {', '.join(registry.names())}"

@@ -22,7 +22,6 @@ from sgl_omni.config.scalars import (
     choice,
 )
 from sgl_omni.config.tasks import Tasks
-from sgl_omni.errors import StartupError
 
 
 def _one_of(*options: str, switch: bool = False) -> PlainValidator:
@@ -146,7 +145,6 @@ class PipelineConfig(_Section):
     default_processes: ClassVar[dict[str, dict[str, Any]]] = {}
     default_placement: ClassVar[dict[str, Any]] = {}
     default_entry_stage: ClassVar[str | None] = None
-    runnable: ClassVar[bool] = True
     shareable_architectures: ClassVar[tuple[str, ...]] = ()
 
     config_cls: Text | None = Field(
@@ -170,11 +168,6 @@ class PipelineConfig(_Section):
     )
     fused_stages: StageGroups = Field(default=(), description="Groups of adjacent stages to put in one Process each.")
     on_process_exit: OnExit = Field(default="stop", description="What follows when a process dies: stop or restart.")
-
-    @classmethod
-    def not_runnable(cls) -> StartupError:
-        """What a class with ``runnable = False`` answers to everything that would load the model."""
-        return StartupError(f"{cls.__name__}: this version plans the model but does not run it yet")
 
     @classmethod
     def resolve_model_path(cls, model_path: str) -> str:

@@ -205,6 +205,17 @@ def whole_number(payload: Payload, key: str, default: int) -> int:
     return value
 
 
+def frames_asked(payload: Payload, default: int, room: int | None, param: str = "max_new_tokens") -> int:
+    """``max_frames`` of a request. Without it ``default``, or what ``room`` the prompt leaves; at least 1.
+
+    Raises ``InvalidRequest`` that names ``param`` for less than 1.
+    """
+    frames = whole_number(payload, "max_frames", default if room is None else max(1, min(default, room)))
+    if frames < 1:
+        raise InvalidRequest(f"{param} must be 1 or more, not {frames}", param=param)
+    return frames
+
+
 def parse_sampling(payload: Payload) -> Sampling:
     """Without a seed the draws differ from request to request."""
     seed = whole_number(payload, "seed", -1)

@@ -125,10 +125,13 @@ class MediaSource:
 
 
 def decode_base64(data: str, param: str, max_bytes: int = MAX_BYTES) -> bytes:
-    """Raises ``InvalidRequest`` for what is no base64, or decodes to more than ``max_bytes``."""
+    """White space does not count.
+
+    Raises ``InvalidRequest`` for what is no base64, or decodes to more than ``max_bytes``.
+    """
     if len(data) > max_bytes // 3 * 4 + 4:
         raise InvalidRequest(f"the media is larger than the limit of {max_bytes} bytes", param)
     try:
-        return base64.b64decode(data, validate=True)
+        return base64.b64decode("".join(data.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(f"the data is not base64: {error}", param) from error

@@ -46,6 +46,28 @@ def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return found
 
 
+_WHOLE = frozenset(
+    {
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        *("head_dim", "vocab_size", "max_position_embeddings", "d_model", "encoder_layers", "decoder_layers"),
+        *("encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim"),
+    }
+)
+_REAL = frozenset({"rms_norm_eps", "layer_norm_eps", "rope_theta"})
+
+
+def check_numbers(config: Mapping[str, Any], file: Path, within: str = "") -> None:
+    """Raises ``InvalidRequest`` that names the first size anywhere in a config that is no number of its kind."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            check_numbers(value, file, f"{within}{name}.")
+        elif value is None or name not in _WHOLE | _REAL:
+            continue
+        elif isinstance(value, bool) or not isinstance(value, int if name in _WHOLE else (int, float)) or value <= 0:
+            kind = "whole number" if name in _WHOLE else "number"
+            raise InvalidRequest(f"{file}: {within}{name} is {value!r}, no {kind} above 0", param="model_path")
+
+
 def check_folder(
     folder: Path,
     architectures: Collection[str],
@@ -57,9 +79,9 @@ def check_folder(
 ) -> dict[str, Any]:
     """The folder's ``config.json``, after a look at all that a start needs of it.
 
-    ``weights`` are the sub-folders with safetensors, whose tensors may be of ``dtypes``, of any if None; ``fields`` are
-    dotted paths that the config must have. Headers and lengths of the weights are read, not their data. Raises
-    ``InvalidRequest`` that names file and field.
+    Sizes in it must be numbers; ``fields`` are dotted paths that it must have. ``weights`` are the sub-folders with
+    safetensors, whose tensors may be of ``dtypes``, of any if None; their headers and lengths are read, not their data.
+    Raises ``InvalidRequest`` that names file and field.
     """
     config = read_json(folder)
     found = config.get("architectures")
@@ -70,8 +92,11 @@ def check_folder(
         )
     for field in fields:
         require(config, field, folder / "config.json")
+    check_numbers(config, folder / "config.json")
     if tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
         raise InvalidRequest(f"{folder} holds no tokenizer: neither {' nor '.join(_TOKENIZERS)}", param="model_path")
+    if tokenizer and (folder / "tokenizer.json").is_file():
+        read_json(folder, "tokenizer.json")
     for part in weights:
         check_weights(folder / part, dtypes)
     return config

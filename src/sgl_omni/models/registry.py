@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterable
-from pathlib import Path
 
 from sgl_omni.config.schema import PipelineConfig
+from sgl_omni.errors import InvalidRequest
+from sgl_omni.models.folder import find_folder, read_json
 
 SHIPPED: dict[str, str] = {
     "DemoVoicePipelineConfig": "sgl_omni.models.demo_voice.pipeline",
@@ -52,22 +52,34 @@ class PipelineRegistry:
         for cls in classes:
             if model_path in cls.model_ids:
                 return cls
-        architectures = architectures_in(model_path)
+        try:
+            architectures = architectures_in(model_path)
+        except InvalidRequest:
+            return None
         return next((cls for cls in classes if not architectures.isdisjoint(cls.architectures)), None)
+
+    def why_unknown(self, model_path: str) -> str:
+        """What is wrong with a model that ``by_model`` finds no class for."""
+        try:
+            return f"its architecture is {', '.join(sorted(architectures_in(model_path)))}"
+        except InvalidRequest as error:
+            return str(error)
 
     def model_ids(self) -> Iterable[str]:
         for name in self._modules:
             yield from self.by_name(name).model_ids
 
 
-def architectures_in(folder: str) -> frozenset[str]:
-    """``architectures`` of the folder's ``config.json``; empty where there is no such file or list."""
-    try:
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return frozenset()
-    names = config.get("architectures") if isinstance(config, dict) else None
-    return frozenset(n for n in names if isinstance(n, str)) if isinstance(names, list) else frozenset()
+def architectures_in(model_path: str) -> frozenset[str]:
+    """``architectures`` in the ``config.json`` of a folder, or of a model that was downloaded.
+
+    Raises ``InvalidRequest`` that names the file where there is no such file or list.
+    """
+    folder = find_folder(model_path)
+    names = read_json(folder).get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise InvalidRequest(f"{folder / 'config.json'}: architectures is {names!r}, not a list of names", "model_path")
+    return frozenset(names)
 
 
 def _import_class(module: str, name: str) -> type[PipelineConfig]:

@@ -13,7 +13,7 @@ from sgl_omni.errors import InvalidRequest
 from sgl_omni.media.source import MediaSource, decode_base64
 from sgl_omni.server.json_body import Body
 
-MOST_FILES = 512
+MOST_FILES = 1024
 MOST_BYTES = 256 << 20
 """All files of a request together."""
 _AT_ONCE = 4

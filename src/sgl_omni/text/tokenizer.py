@@ -75,7 +75,7 @@ class TextTokenizer:
         found = self._tokenizer.eos_token_id
         return None if found is None else int(found)
 
-    def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    def chat(self, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
         """The conversation as the checkpoint's template writes it, with the header of the answer.
 
         ``options`` are variables of the template. Raises ``InvalidRequest`` for a conversation or for options that
@@ -85,7 +85,8 @@ class TextTokenizer:
 
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
-        taken = sorted(options.keys() & inspect.signature(self._tokenizer.apply_chat_template).parameters.keys())
+        known = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
+        taken = sorted(options.keys() & {*known, "messages", "self"})
         if taken:
             raise InvalidRequest(f"the chat template's options may not set {', '.join(taken)}", "chat_template_kwargs")
         try:

@@ -1,22 +1,17 @@
-"""The shipped pipeline classes: the layouts of their examples, what may be split, and what does not run yet."""
+"""The shipped pipeline classes: the layouts of their examples, and what may be split."""
 
 from __future__ import annotations
 
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from planning import GIB, codes, refusals
 
-from sgl_omni.cli.serve import command as serve
 from sgl_omni.config.load import load_config
-from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.violations import PlanError
-from sgl_omni.errors import StartupError
 from sgl_omni.models.registry import PipelineRegistry
 from sgl_omni.runtime.wiring import load_object
 from sgl_omni.topology.builder import build_plan, plan_config
@@ -26,7 +21,6 @@ from sgl_omni.topology.render import layout_text
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 REGISTRY = PipelineRegistry()
-PLANNED_ONLY = [name for name in REGISTRY.names() if not REGISTRY.by_name(name).runnable]
 HIGGS = ("tts_frontend: preprocessing, audio_encoder", "pipeline: tts_engine", "vocoder: vocoder")
 
 
@@ -89,7 +83,7 @@ def test_the_shipped_topology_of_higgs_and_the_flags_that_write_it_out(flags: tu
     assert processes(planned(None, *flags, model="bosonai/higgs-tts-3-4b")) == HIGGS
 
 
-@pytest.mark.parametrize("name", PLANNED_ONLY)
+@pytest.mark.parametrize("name", REGISTRY.names())
 def test_a_vocoder_can_be_put_anywhere_where_there_is_one(name: str) -> None:
     cls = REGISTRY.by_name(name)
     last = list(cls.default_stages)[-1]
@@ -145,27 +139,11 @@ def test_model_ids_and_architectures_lead_to_their_class(name: str, tmp_path: Pa
         assert REGISTRY.by_model(str(tmp_path)) is cls
 
 
-def declared_functions(cls: type[PipelineConfig]) -> Iterator[str]:
-    for stage in cls.default_stages.values():
-        yield from (stage[key] for key in ("factory_path", "route_fn", "merge_fn") if key in stage)
-
-
-@pytest.mark.parametrize("name", PLANNED_ONLY)
-def test_what_does_not_run_yet_says_so(name: str) -> None:
-    cls = REGISTRY.by_name(name)
-    for path in declared_functions(cls):
-        with pytest.raises(StartupError, match=f"{name}: this version plans the model but does not run it yet"):
-            load_object(path)("x")
-
-
-@pytest.mark.parametrize("name", PLANNED_ONLY)
-def test_serve_refuses_it_before_any_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subprocess.Popen", None)
-    model = REGISTRY.by_name(name).model_ids[0]
-    result = CliRunner().invoke(serve, ["--model-path", model, "--platform", "cpu", "--port", "0"])
-    assert isinstance(result.exception, StartupError)
-    assert "does not run it yet" in str(result.exception)
-    assert "GPU 0: " in result.stdout
+@pytest.mark.parametrize("name", REGISTRY.names())
+def test_every_function_that_a_class_names_is_there(name: str) -> None:
+    for stage in REGISTRY.by_name(name).default_stages.values():
+        for path in (stage[key] for key in ("factory_path", "route_fn", "merge_fn") if key in stage):
+            assert callable(load_object(path))
 
 
 def test_serve_prints_one_line_and_exits_1() -> None:

@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Request
-from sgl_omni.engine.task import HandOver, InputSpec, Task, number, parse_sampling, whole_number
-from sgl_omni.errors import InvalidRequest
+from sgl_omni.engine.task import HandOver, InputSpec, Task, frames_asked, number, parse_sampling
 from sgl_omni.models.csm.spec import CsmSpec
 
 
@@ -38,12 +37,9 @@ class CsmTask(Task):
     def parse(self, request_id: str, payload: Payload) -> Request:
         """Without ``max_frames`` a long prompt leaves less room for the audio."""
         prompt = self._inputs.prompt(payload)
-        room, default = self._spec.backbone.max_positions, self._default_max_frames
-        if room is not None:
-            default = max(1, min(default, room - len(prompt)))
-        frames = whole_number(payload, "max_frames", default)
-        if frames < 1:
-            raise InvalidRequest(f"max_new_tokens must be 1 or more, not {frames}", param="max_new_tokens")
+        positions = self._spec.backbone.max_positions
+        room = None if positions is None else positions - len(prompt)
+        frames = frames_asked(payload, self._default_max_frames, room)
         return Request(
             request_id,
             prompt,

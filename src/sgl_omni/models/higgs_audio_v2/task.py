@@ -12,7 +12,7 @@ from torch import Tensor
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Prompt, Request
-from sgl_omni.engine.task import InputSpec, Task, number, parse_sampling, whole_number
+from sgl_omni.engine.task import InputSpec, Task, frames_asked, number, parse_sampling
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.higgs_audio_v2.spec import HiggsSpec
 
@@ -67,13 +67,14 @@ class FramesTask(Task):
         """Whether this row, the ``step``-th output, brings the end of the audio."""
 
     def parse(self, request_id: str, payload: Payload) -> Request:
-        frames = whole_number(payload, "max_frames", self._default_max_frames)
-        if frames < 1:
-            raise InvalidRequest(f"max_frames must be 1 or more, not {frames}", param="max_frames")
+        prompt, positions = Prompt(self._prompt_rows(payload)), self._frames.decoder.max_positions
+        delay = self.lead + self._frames.num_codebooks - 1
+        room = None if positions is None else positions - len(prompt) - delay
+        frames = frames_asked(payload, self._default_max_frames, room, param="max_frames")
         return Request(
             request_id,
-            Prompt(self._prompt_rows(payload)),
-            max_outputs=self.lead + frames + self._frames.num_codebooks - 1,
+            prompt,
+            max_outputs=frames + delay,
             sampling=parse_sampling(payload),
             task=number(payload, "speed", 1.0),
         )
@@ -140,7 +141,7 @@ class HiggsTask(FramesTask):
 
     lead = 1
 
-    def __init__(self, spec: HiggsSpec, *, default_max_frames: int = 1024) -> None:
+    def __init__(self, spec: HiggsSpec, *, default_max_frames: int = 2048) -> None:
         super().__init__(spec, default_max_frames)
         self._spec = spec
 

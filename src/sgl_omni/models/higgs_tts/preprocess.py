@@ -11,7 +11,6 @@ from sgl_omni.models.higgs_tts.prompts import PromptWriter
 from sgl_omni.runtime.stage import Payload, Request
 
 SLOWEST, FASTEST = 0.25, 4.0
-MAX_FRAMES = 2048
 """82 s at 25 frames a second."""
 
 
@@ -36,7 +35,7 @@ class SpeechPreprocessor:
         return {
             "pieces": self._prompts.pieces(text, transcripts, payload.get("instructions")),
             "references": [each["audio"] for each in references],
-            "max_frames": MAX_FRAMES if frames is None else frames,
+            **({} if frames is None else {"max_frames": frames}),
             "speed": _speed(payload.get("speed")),
             **self._sampling(payload),
         }

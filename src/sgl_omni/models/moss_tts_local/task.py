@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Request
-from sgl_omni.engine.task import HandOver, InputSpec, Task, number, parse_sampling, whole_number
-from sgl_omni.errors import InvalidRequest
+from sgl_omni.engine.task import HandOver, InputSpec, Task, frames_asked, number, parse_sampling
 from sgl_omni.models.moss_tts_local.spec import MossSpec
 
 
@@ -36,12 +35,12 @@ class MossTask(Task):
         )
 
     def parse(self, request_id: str, payload: Payload) -> Request:
-        frames = whole_number(payload, "max_frames", self._default_max_frames)
-        if frames < 1:
-            raise InvalidRequest(f"max_new_tokens must be 1 or more, not {frames}", param="max_new_tokens")
+        prompt, positions = self._inputs.prompt(payload), self._spec.decoder.max_positions
+        room = None if positions is None else positions - len(prompt)
+        frames = frames_asked(payload, self._default_max_frames, room)
         return Request(
             request_id,
-            self._inputs.prompt(payload),
+            prompt,
             max_outputs=frames,
             sampling=parse_sampling(payload),
             due=self._hand_over.first,
