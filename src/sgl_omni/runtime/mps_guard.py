@@ -26,7 +26,7 @@ def client_limits(instance: InstancePlan) -> dict[str, str]:
     if instance.mps_thread_percentage is not None:
         limits["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(instance.mps_thread_percentage)
     if instance.mps_memory_limit is not None:
-        limits["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={instance.mps_memory_limit // 2**20}M"
+        limits["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={max(1, instance.mps_memory_limit // 2**20)}M"
     return limits
 
 
