@@ -121,8 +121,12 @@ def test_a_pool_is_what_a_budget_leaves_beside_the_weights() -> None:
 
 def test_settings_pin_the_pool_or_derive_it() -> None:
     cpu = torch.device("cpu")
-    budget = kv_budget.WORKING_BYTES + 64 * SHAPE.bytes_per_token
+    budget = (
+        2 * 64 * SHAPE.bytes_per_token
+    )  # a CPU leaves half of it to what else a small stage holds, and 2 GiB at most
     assert EngineSettings(budget_bytes=budget).pages(SHAPE, cpu) == 4
     assert EngineSettings(budget_bytes=budget, max_total_tokens=32).pages(SHAPE, cpu) == 2
+    large = 2 * kv_budget.WORKING_BYTES + 64 * SHAPE.bytes_per_token
+    assert EngineSettings(budget_bytes=large).pages(SHAPE, cpu) == (large - (2 << 30)) // (16 * SHAPE.bytes_per_token)
     with pytest.raises(StartupError, match="mem_fraction_static is a share of a GPU"):
         EngineSettings(mem_fraction_static=0.5).pages(SHAPE, cpu)

@@ -11,7 +11,7 @@ import torch
 from sgl_omni.engine.cross_attention import SourcePool
 from sgl_omni.engine.device_runner import DeviceRunner
 from sgl_omni.engine.interface import EngineOutput, Payload
-from sgl_omni.engine.kv_budget import kv_bytes
+from sgl_omni.engine.kv_budget import WORKING_BYTES, kv_bytes
 from sgl_omni.engine.kv_cache import KVCache, KVShape, PagePool, count_pages
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.quiet import QuietRows
@@ -76,6 +76,7 @@ class EngineSettings:
                 torch.cuda.memory_allocated(device) if on_gpu else 0,
                 static_bytes=None if static is None else int(static * total),
                 budget_bytes=self.budget_bytes,
+                working_bytes=WORKING_BYTES if on_gpu else min(WORKING_BYTES, (self.budget_bytes or 0) // 2),
             )
         return count_pages(shape, self.page_size, max_total_tokens=tokens, kv_cache_bytes=size)
 

@@ -12,12 +12,18 @@ WORKING_BYTES = 2 << 30
 """Of a stage's budget, what the pool leaves to the CUDA context, the graphs and the activations of a step."""
 
 
-def kv_bytes(held: int, *, static_bytes: int | None = None, budget_bytes: int | None = None) -> int:
+def kv_bytes(
+    held: int,
+    *,
+    static_bytes: int | None = None,
+    budget_bytes: int | None = None,
+    working_bytes: int = WORKING_BYTES,
+) -> int:
     """Bytes for the pool of a process whose weights take ``held`` bytes.
 
     Args:
         static_bytes: for weights and pool together (``mem_fraction_static`` of the card); wins over the budget.
-        budget_bytes: for all that the stage holds of the card.
+        budget_bytes: for all that the stage holds of the card, ``working_bytes`` of which are not the pool's.
 
     Raises:
         StartupError: neither is given, or nothing is left.
@@ -25,14 +31,14 @@ def kv_bytes(held: int, *, static_bytes: int | None = None, budget_bytes: int | 
     if static_bytes is not None:
         left, of = static_bytes - held, f"engine.mem_fraction_static, {_gib(static_bytes)},"
     elif budget_bytes is not None:
-        left, of = budget_bytes - held - WORKING_BYTES, f"the stage's budget, {_gib(budget_bytes)},"
+        left, of = budget_bytes - held - working_bytes, f"the stage's budget, {_gib(budget_bytes)},"
     else:
         raise StartupError(
             "nothing says how large the KV pool is: give engine.max_total_tokens, engine.kv_cache_bytes or "
             "engine.mem_fraction_static, or the stage gpu_memory_fraction or total_reserve_bytes"
         )
     if left <= 0:
-        working = "" if static_bytes is not None else f" and {_gib(WORKING_BYTES)} of working memory"
+        working = "" if static_bytes is not None else f" and {_gib(working_bytes)} of working memory"
         raise StartupError(f"{of} leaves nothing for a KV pool beside weights of {_gib(held)}{working}")
     return left
 
