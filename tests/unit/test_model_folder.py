@@ -129,4 +129,5 @@ def test_why_no_class_serves_a_folder_is_told(tmp_path: Path, config: str | None
 
 
 def test_a_folder_that_is_not_there_is_told() -> None:
-    assert "neither a folder nor a downloaded model" in PipelineRegistry().why_unknown("/nowhere/at/all")
+    assert "there is no such folder" in PipelineRegistry().why_unknown("/nowhere/at/all")
+    assert "neither a folder nor a downloaded model" in PipelineRegistry().why_unknown("org/unheard-of.1")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest
 
+_MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _TOKENIZERS = ("tokenizer.json", "vocab.json")
 
 FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
@@ -28,6 +30,8 @@ def find_folder(model_path: str) -> Path:
     cached = _cached(model_path)
     if cached is not None:
         return cached
+    if not _MODEL_ID.fullmatch(model_path):
+        raise InvalidRequest(f"model_path {model_path!r}: there is no such folder", param="model_path")
     raise InvalidRequest(
         f"model_path {model_path!r} is neither a folder nor a downloaded model; "
         f"download it with `hf download {model_path}`, or give the folder",
