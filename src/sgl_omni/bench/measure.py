@@ -173,14 +173,20 @@ def over_window(samples: Sequence[dict[str, float]]) -> dict[str, Any]:
     return found
 
 
-def summarise(clients: Sequence[Sequence[Record]], load: Load, *, short: bool = False) -> dict[str, Any]:
-    """Throughput by what ended within the window; latencies of what began in it. Times in seconds."""
+def within_window(clients: Sequence[Sequence[Record]], load: Load) -> tuple[list[Record], list[Record], list[Record]]:
+    """Requests that ended well within the window, those that began in it, and those that failed in it or later."""
     start, end = load.warmup, load.warmup + load.seconds
     records = [record for client in clients for record in client]
     good = [r for r in records if r.error is None]
     ended = [r for r in good if start <= r.ended < end]
     begun = [r for r in good if start <= r.begun < end]
     failed = [r for r in records if r.error is not None and start <= r.ended]
+    return ended, begun, failed
+
+
+def summarise(clients: Sequence[Sequence[Record]], load: Load, *, short: bool = False) -> dict[str, Any]:
+    """Throughput by what ended within the window; latencies of what began in it. Times in seconds."""
+    ended, begun, failed = within_window(clients, load)
     figures = {
         "requests_per_s": round(len(ended) / load.seconds, 3),
         "audio_s_per_s": round(sum(r.audio for r in ended) / load.seconds, 3),
@@ -203,12 +209,7 @@ def summarise(clients: Sequence[Sequence[Record]], load: Load, *, short: bool = 
 
 def summarise_chat(clients: Sequence[Sequence[Record]], load: Load, *, short: bool = False) -> dict[str, Any]:
     """As ``summarise``, for text: ``ttft`` to the first of it, ``itl`` between its pieces, tokens of whole answers."""
-    start, end = load.warmup, load.warmup + load.seconds
-    records = [record for client in clients for record in client]
-    good = [r for r in records if r.error is None]
-    ended = [r for r in good if start <= r.ended < end]
-    begun = [r for r in good if start <= r.begun < end]
-    failed = [r for r in records if r.error is not None and start <= r.ended]
+    ended, begun, failed = within_window(clients, load)
     figures = {
         "requests_per_s": round(len(ended) / load.seconds, 3),
         "tokens_per_s": round(sum(r.tokens for r in ended) / load.seconds, 3),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sgl_omni.errors import StartupError
+from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.folder import find_folder, read_json
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, StreamStage
 
 if TYPE_CHECKING:
-    import torch
-
     from sgl_omni.engine.weights import WeightStore
 
 FIRST_FRAMES, THEN_FRAMES = 2, 12
@@ -51,7 +49,8 @@ def create_engine(
     from sgl_omni.models.csm.task import CsmTask
 
     settings = EngineSettings.parse(engine or {}, budget_bytes=budget_bytes)
-    model = CsmModel.load(find_folder(model_path), device, _dtype((engine or {}).get("dtype"), device), weights=weights)
+    dtype = dtype_of((engine or {}).get("dtype"), device)
+    model = CsmModel.load(find_folder(model_path), device, dtype, weights=weights)
     task = CsmTask(model.spec, default_max_frames=default_max_frames, hand_over=HandOver(FIRST_FRAMES, THEN_FRAMES))
     positions = model.spec.backbone.max_positions
     return EngineStage(AutoregressiveEngine.build(model, task, settings, max_positions=positions))
@@ -67,15 +66,3 @@ def create_vocoder(
 
     codec = CodecDecoder.load(find_folder(model_path), device)
     return CsmVocoder(codec, HandOver(FIRST_FRAMES, THEN_FRAMES), num_threads)
-
-
-def _dtype(name: str | None, device: str) -> torch.dtype:
-    """By default bfloat16 on a GPU, and float32 elsewhere."""
-    import torch
-
-    if name is None:
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if name not in known:
-        raise StartupError(f"engine.dtype {name!r} is not one of {', '.join(known)}")
-    return known[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sgl_omni.errors import StartupError
+from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.higgs_tts.checkpoint import HiggsCheckpoint
 from sgl_omni.models.higgs_tts.preprocess import SpeechPreprocessor
 from sgl_omni.models.higgs_tts.prompts import ChatPrompts, PromptWriter, TaggedPrompts
@@ -83,7 +83,7 @@ def create_engine(
 
     checkpoint = HiggsCheckpoint.load(model_path)
     options = engine or {}
-    dtype = _dtype(options.get("dtype"), device)
+    dtype = dtype_of(options.get("dtype"), device)
     if device == "cpu":
         torch.set_num_threads(num_threads)
     model: StepModel
@@ -115,15 +115,3 @@ def create_vocoder(model_path: str, gpu_id: int | None = None, device: str = "cp
         checkpoint.codec_folder, checkpoint.codec, prefix=checkpoint.codec_prefix, device=device
     )
     return HiggsVocoder(decoder, num_threads)
-
-
-def _dtype(name: str | None, device: str) -> Any:
-    """bfloat16 on a GPU, float32 on a CPU, or as the configuration says."""
-    import torch
-
-    if name is None:
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise StartupError(f"engine.dtype {name!r} is not one of float32, bfloat16, float16")
-    return found

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sgl_omni.errors import StartupError
+from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.folder import find_folder, read_json
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, Payload, Request
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 def create_preprocessing(model_path: str) -> FunctionStage:
@@ -35,7 +35,7 @@ def create_reference_encoder(
 
     from sgl_omni.models.ming_omni_tts.vae import VaeEncoder
 
-    encoder = VaeEncoder.load(find_folder(model_path), device, _dtype(dtype, device))
+    encoder = VaeEncoder.load(find_folder(model_path), device, dtype_of(dtype, device))
 
     def encode(payload: Payload, request: Request) -> Payload:
         samples = payload.pop("samples", None)
@@ -63,21 +63,9 @@ def create_engine(
     from sgl_omni.models.ming_omni_tts.task import MingTask
     from sgl_omni.models.ming_omni_tts.vae import VaeDecoder
 
-    folder, dtype = find_folder(model_path), _dtype((engine or {}).get("dtype"), device)
+    folder, dtype = find_folder(model_path), dtype_of((engine or {}).get("dtype"), device)
     model = MingModel.load(folder, device, dtype)
     task = MingTask(model, VaeDecoder.load(folder, device, dtype), default_max_steps=default_max_steps)
     settings = EngineSettings.parse(engine or {}, budget_bytes=budget_bytes)
     positions = model.spec.decoder.max_positions
     return EngineStage(AutoregressiveEngine.build(model, task, settings, max_positions=positions))
-
-
-def _dtype(name: str | None, device: str) -> torch.dtype:
-    """By default bfloat16 on a GPU, and float32 elsewhere."""
-    import torch
-
-    if name is None:
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if name not in known:
-        raise StartupError(f"dtype {name!r} is not one of {', '.join(known)}")
-    return known[name]

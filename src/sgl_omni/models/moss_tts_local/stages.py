@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sgl_omni.errors import StartupError
+from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.folder import find_folder, read_json
 from sgl_omni.models.moss_tts_local.files import codec_folder
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, StreamStage
 
 if TYPE_CHECKING:
-    import torch
-
     from sgl_omni.engine.weights import WeightStore
 
 FIRST_FRAMES, THEN_FRAMES = 3, 12
@@ -35,7 +34,7 @@ def create_preprocessing(
     folder = find_folder(model_path)
     spec = PromptSpec.parse(read_json(folder))
     writer = PromptWriter(spec, TextTokenizer.load(folder))
-    codec = CodecEncoder.load(codec_folder(folder), spec.num_codebooks, device, _dtype(dtype or "float32", device))
+    codec = CodecEncoder.load(codec_folder(folder), spec.num_codebooks, device, dtype_of(dtype or "float32", device))
     voices = ReferenceVoices(
         lambda samples: codec.encode(torch.from_numpy(samples)).numpy(), codec.spec.sample_rate, codec.spec.channels
     )
@@ -59,7 +58,7 @@ def create_engine(
 
     settings = EngineSettings.parse(engine or {}, budget_bytes=budget_bytes)
     model = MossModel.load(
-        find_folder(model_path), device, _dtype((engine or {}).get("dtype"), device), weights=weights
+        find_folder(model_path), device, dtype_of((engine or {}).get("dtype"), device), weights=weights
     )
     task = MossTask(model.spec, default_max_frames=default_max_frames, hand_over=HandOver(FIRST_FRAMES, THEN_FRAMES))
     positions = model.spec.decoder.max_positions
@@ -84,21 +83,9 @@ def create_vocoder(
 
     folder = find_folder(model_path)
     books = read_json(folder)["n_vq"]
-    codec = CodecDecoder.load(codec_folder(folder), books, device, _dtype(dtype, device))
+    codec = CodecDecoder.load(codec_folder(folder), books, device, dtype_of(dtype, device))
     if max_batch is None:
         max_batch = 32 if device.startswith("cuda") else 1
     if max_batch < 1:
         raise StartupError(f"max_batch must be 1 or more, not {max_batch}")
     return MossVocoder(codec, books, HandOver(FIRST_FRAMES, THEN_FRAMES), max_batch)
-
-
-def _dtype(name: str | None, device: str) -> torch.dtype:
-    """By default bfloat16 on a GPU, and float32 elsewhere."""
-    import torch
-
-    if name is None:
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if name not in known:
-        raise StartupError(f"dtype {name!r} is not one of {', '.join(known)}")
-    return known[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.qwen3_asr.pipeline import MAX_SECONDS
 from sgl_omni.models.qwen3_asr.spec import AsrSpec
 from sgl_omni.runtime.stage import BatchStage, EngineStage, FunctionStage, StreamStage
@@ -37,7 +38,6 @@ def create_audio_encoder(
 ) -> BatchStage:
     """Mel frames to embeddings; ``max_frames`` of several windows in one pass."""
     from sgl_omni.models.qwen3_asr.tower import WindowEncoder
-    from sgl_omni.models.qwen3_omni.loading import dtype_of
 
     encoder = WindowEncoder.load(AsrSpec.load(model_path), device, dtype_of(dtype, device), max_frames)
     return BatchStage(encoder, max_size=max_batch)
@@ -56,7 +56,6 @@ def create_engine(
     from sgl_omni.engine.task import InputSpec
     from sgl_omni.models.qwen3_asr.decoder import load_decoder
     from sgl_omni.models.qwen3_asr.task import AsrTask
-    from sgl_omni.models.qwen3_omni.loading import dtype_of
 
     spec, asked = AsrSpec.load(model_path), engine or {}
     settings = EngineSettings.parse(asked, budget_bytes=budget_bytes)

@@ -11,21 +11,9 @@ import torch
 from torch import nn
 
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
-from sgl_omni.errors import StartupError
 
 _COMPUTED = ("*.inv_freq", "*positional_embedding.positional_embedding", "*code_offset")
 """Buffers that a module makes itself, and that older files hold all the same."""
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def dtype_of(asked: str | None, device: str) -> torch.dtype:
-    """float32 on a CPU and bfloat16 on a GPU, unless something else is asked for."""
-    if asked is None:
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    if asked not in DTYPES:
-        raise StartupError(f"dtype {asked!r} is not one of {', '.join(DTYPES)}")
-    return DTYPES[asked]
 
 
 def load_part(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sgl_omni.errors import StartupError
+from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.folder import find_folder
 from sgl_omni.models.qwen3_omni.prompt_spec import ARCHITECTURE, PromptSpec, check_checkpoint, eos_ids
 from sgl_omni.runtime.stage import BatchStage, EngineStage, FunctionStage, Payload, StreamStage
@@ -42,7 +43,6 @@ def create_image_encoder(
     max_patches: int = 16384,
 ) -> BatchStage:
     """Pixel patches of images and video frames to embeddings."""
-    from sgl_omni.models.qwen3_omni.loading import dtype_of
     from sgl_omni.models.qwen3_omni.towers import ImageEncoder
 
     spec = PromptSpec.load(model_path).vision
@@ -59,7 +59,6 @@ def create_audio_encoder(
     max_frames: int = 60_000,
 ) -> BatchStage:
     """Mel frames to embeddings; ``max_frames`` of several recordings in one pass."""
-    from sgl_omni.models.qwen3_omni.loading import dtype_of
     from sgl_omni.models.qwen3_omni.towers import AudioEncoder
 
     encoder = AudioEncoder.load(find_folder(model_path), device, dtype_of(dtype, device), max_frames)
@@ -82,7 +81,6 @@ def create_thinker(
     from sgl_omni.engine.engine import AutoregressiveEngine
     from sgl_omni.engine.task import InputSpec
     from sgl_omni.engine.weights import SharePolicy
-    from sgl_omni.models.qwen3_omni.loading import dtype_of
     from sgl_omni.models.qwen3_omni.thinker import load_thinker
     from sgl_omni.models.qwen3_omni.thinker_task import ThinkerTask
     from sgl_omni.text.tokenizer import TextTokenizer
@@ -137,7 +135,6 @@ def create_talker(
     """The thinker's hidden states, as they come, to codec frames."""
     from sgl_omni.engine.engine import AutoregressiveEngine
     from sgl_omni.engine.weights import SharePolicy
-    from sgl_omni.models.qwen3_omni.loading import dtype_of
     from sgl_omni.models.qwen3_omni.talker import TalkerModel
     from sgl_omni.models.qwen3_omni.talker_engine import TalkerEngine
     from sgl_omni.models.qwen3_omni.talker_task import TalkerTask
@@ -163,7 +160,6 @@ def create_code2wav(
 ) -> StreamStage[Any]:
     """Codec frames to audio at 24 kHz, the first after ``first_frames``, then more and more up to ``chunk_frames``."""
     from sgl_omni.models.qwen3_omni.code2wav import Code2Wav, Cuts, Vocoder
-    from sgl_omni.models.qwen3_omni.loading import dtype_of
 
     cuts = Cuts(first=first_frames, most=chunk_frames, context=context_frames)
     return Code2Wav(Vocoder(find_folder(model_path), device, dtype_of(dtype, device)), cuts, max_batch)

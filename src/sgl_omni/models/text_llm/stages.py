@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sgl_omni.errors import StartupError
+from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.folder import find_folder, read_json
 from sgl_omni.models.text_llm.decode import TextDecoder
 from sgl_omni.models.text_llm.generation import GenerationDefaults
@@ -14,8 +14,6 @@ from sgl_omni.runtime.stage import EngineStage, FunctionStage, StreamStage
 from sgl_omni.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
-    import torch
-
     from sgl_omni.engine.shard import Shard
     from sgl_omni.engine.weights import WeightStore
 
@@ -56,7 +54,7 @@ def create_llm(
     if device == "cpu" and not any(getattr(settings, key) for key in _POOL_SIZES):
         settings = replace(settings, max_total_tokens=_CPU_TOKENS)
     policy = SharePolicy(str(read_json(folder)["architectures"][0]))
-    dtype = _dtype(asked.get("dtype"), device)
+    dtype = dtype_of(asked.get("dtype"), device)
     model = TextModel.load(folder, device, dtype, weights=weights, policy=policy, shard=shard)
     config = model.config
     task = TextTask(
@@ -72,14 +70,3 @@ def create_llm(
 def create_decode(model_path: str) -> StreamStage[Any]:
     """Token ids to text."""
     return TextDecoder(TextTokenizer.load(find_folder(model_path)))
-
-
-def _dtype(asked: str | None, device: str) -> torch.dtype:
-    import torch
-
-    if asked is None:
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if asked not in known:
-        raise StartupError(f"engine.dtype {asked!r} is not one of {', '.join(known)}")
-    return known[asked]

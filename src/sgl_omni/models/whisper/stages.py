@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sgl_omni.errors import StartupError
+from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.whisper.pipeline import MAX_SECONDS
 from sgl_omni.models.whisper.spec import WhisperSpec, resolve_folder
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, StreamStage
 
 if TYPE_CHECKING:
-    import torch
-
     from sgl_omni.engine.weights import WeightStore
 
 _ENCODED_AT_ONCE = 4
@@ -31,7 +30,7 @@ def create_audio_encoder(
     """Log-mel features of each window to states."""
     from sgl_omni.models.whisper.encoder import WhisperEncoder, WindowEncoding
 
-    encoder = WhisperEncoder.load(resolve_folder(model_path), device, _dtype(dtype, device))
+    encoder = WhisperEncoder.load(resolve_folder(model_path), device, dtype_of(dtype, device))
     return FunctionStage(WindowEncoding(encoder), concurrency=_ENCODED_AT_ONCE)
 
 
@@ -58,7 +57,7 @@ def create_engine(
     if not any(given.get(key) for key in ("max_total_tokens", "kv_cache_bytes", "mem_fraction_static")):
         tokens = settings.max_running_requests * spec.max_positions
         settings = EngineSettings.parse(given, max_running_requests=16, max_total_tokens=tokens)
-    decoder = WhisperDecoder.load(folder, device, _dtype(given.get("dtype"), device), weights=weights)
+    decoder = WhisperDecoder.load(folder, device, dtype_of(given.get("dtype"), device), weights=weights)
     built = AutoregressiveEngine.build(decoder, WhisperTask(spec), settings, max_positions=spec.max_positions)
     capacity = built.stats()["kv_capacity_tokens"]
     if capacity < spec.max_positions:
@@ -76,14 +75,3 @@ def create_text(model_path: str) -> StreamStage[Any]:
 
     folder = resolve_folder(model_path)
     return WhisperText(WhisperSpec.load(folder), TextTokenizer.load(folder))
-
-
-def _dtype(name: str | None, device: str) -> torch.dtype:
-    """float32 on a CPU and bfloat16 on a GPU unless it is named. Raises ``StartupError`` for an unknown name."""
-    import torch
-
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    name = name or ("float32" if device == "cpu" else "bfloat16")
-    if name not in known:
-        raise StartupError(f"dtype {name!r} is not one of {', '.join(known)}")
-    return known[name]
