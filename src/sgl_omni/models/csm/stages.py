@@ -49,7 +49,7 @@ def create_engine(
     from sgl_omni.models.csm.task import CsmTask
 
     settings = EngineSettings.parse(engine or {}, budget_bytes=budget_bytes)
-    dtype = dtype_of((engine or {}).get("dtype"), device)
+    dtype = dtype_of((engine or {}).get("dtype"), device, "engine.dtype")
     model = CsmModel.load(find_folder(model_path), device, dtype, weights=weights)
     task = CsmTask(model.spec, default_max_frames=default_max_frames, hand_over=HandOver(FIRST_FRAMES, THEN_FRAMES))
     positions = model.spec.backbone.max_positions

@@ -83,7 +83,7 @@ def create_engine(
 
     checkpoint = HiggsCheckpoint.load(model_path)
     options = engine or {}
-    dtype = dtype_of(options.get("dtype"), device)
+    dtype = dtype_of(options.get("dtype"), device, "engine.dtype")
     if device == "cpu":
         torch.set_num_threads(num_threads)
     model: StepModel

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sgl_omni.models.dtypes import dtype_of
+from sgl_omni.errors import StartupError
 from sgl_omni.models.qwen3_tts.facts import BASE, SPEECH_TOKENIZER, ModelFacts
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, StreamStage
 
 if TYPE_CHECKING:
+    import torch
+
     from sgl_omni.engine.weights import WeightStore
+
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def create_preprocessing(model_path: str, gpu_id: int | None = None, device: str = "cpu") -> FunctionStage:
@@ -49,7 +53,7 @@ def create_engine(
         top_k=int(drawn["subtalker_top_k"]),
         top_p=float(drawn["subtalker_top_p"]),
     )
-    model = TalkerModel.load(facts.folder, sampling, device, dtype_of(options.get("dtype"), device), weights=weights)
+    model = TalkerModel.load(facts.folder, sampling, device, _dtype(options.get("dtype"), device), weights=weights)
     settings = EngineSettings.parse(options, budget_bytes=budget_bytes)
     task = TalkerTask(model.spec, PromptBuilder(model))
     positions = model.spec.decoder.max_positions
@@ -65,3 +69,15 @@ def create_vocoder(
 
     facts = ModelFacts.load(model_path)
     return Vocoder(CodecDecoder.load(facts.folder / SPEECH_TOKENIZER, device), facts.sample_rate, num_threads)
+
+
+def _dtype(name: str | None, device: str) -> torch.dtype:
+    """Raises ``StartupError`` for a type that the engine does not have."""
+    import torch
+
+    if name is None:
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    if name not in _DTYPES:
+        raise StartupError(f"engine.dtype is {name!r}, not one of {', '.join(_DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -54,7 +54,7 @@ def create_llm(
     if device == "cpu" and not any(getattr(settings, key) for key in _POOL_SIZES):
         settings = replace(settings, max_total_tokens=_CPU_TOKENS)
     policy = SharePolicy(str(read_json(folder)["architectures"][0]))
-    dtype = dtype_of(asked.get("dtype"), device)
+    dtype = dtype_of(asked.get("dtype"), device, "engine.dtype")
     model = TextModel.load(folder, device, dtype, weights=weights, policy=policy, shard=shard)
     config = model.config
     task = TextTask(
