@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,20 @@ import psutil
 import pytest
 
 from plans import plan_of, stage
-from running import HERE, Start, eventually
+from running import HERE, Start, children, eventually
 from sgl_omni.errors import ProcessExited
 from sgl_omni.gpu.devices import GpuFacts
-from sgl_omni.gpu.mps import MpsControl, MpsDaemon, MpsError, clean, foreign_servers, live_owners, status
+from sgl_omni.gpu.mps import (
+    ATTACH_SECONDS,
+    MpsControl,
+    MpsDaemon,
+    MpsError,
+    clean,
+    foreign_servers,
+    live_owners,
+    status,
+)
+from sgl_omni.runtime.mps_guard import MpsGuard
 from sgl_omni.topology.plan import Plan
 from stages import MPS_LIMITS
 
@@ -149,6 +160,37 @@ async def test_with_restart_the_clients_come_back_on_a_new_server(start: Start, 
     assert not set(before.values()) & set(after.values())
     assert MpsControl(stand_in / UUID).clients() == set(after.values())
     assert await pipeline.submit({}).result()
+
+
+async def test_a_start_that_is_cancelled_while_it_joins_leaves_no_daemon(stand_in: Path, tmp_path: Path) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def slow(ordinal: int) -> GpuFacts:
+        asked.set()
+        go_on.wait()
+        return facts(ordinal)
+
+    guard = MpsGuard(mps_plan(), stand_in, tmp_path, slow, lambda server, clients: None)
+    starting = asyncio.create_task(guard.acquire())
+    await asyncio.to_thread(asked.wait)
+    starting.cancel()
+    asyncio.get_running_loop().call_later(0.2, go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not daemons(stand_in) and status(stand_in) == []
+
+
+async def test_the_release_comes_after_a_verification_that_nobody_waits_for(stand_in: Path, tmp_path: Path) -> None:
+    guard = MpsGuard(mps_plan(), stand_in, tmp_path, facts, lambda server, clients: None)
+    before = children()
+    await guard.acquire()
+    verifying = asyncio.create_task(guard.verify({"s0": os.getpid()}))  # never attached
+    await asyncio.sleep(0.3)
+    verifying.cancel()
+    begin = time.monotonic()
+    await guard.release()
+    assert time.monotonic() - begin < ATTACH_SECONDS / 2, "the verification gave up"
+    assert children() <= before and not daemons(stand_in)
 
 
 async def test_a_failure_on_the_second_gpu_gives_the_first_back(start: Start, stand_in: Path) -> None:

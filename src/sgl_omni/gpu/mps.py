@@ -178,8 +178,12 @@ class MpsDaemon:
                 f"daemon; end them and run `sgl-omni mps clean`"
             )
 
-    def verify(self, expected: dict[int, str]) -> dict[int, dict[int, str]]:
+    def verify(
+        self, expected: dict[int, str], given_up: Callable[[], bool] = lambda: False
+    ) -> dict[int, dict[int, str]]:
         """{server pid: {client pid: name}} of the processes in `expected` ({pid: name}).
+
+        Waits for those that are not attached yet, unless `given_up` says that nobody needs the answer any more.
 
         Raises:
             MpsError: names each process that is not attached: it would time-slice instead of overlapping.
@@ -192,7 +196,7 @@ class MpsDaemon:
         def complete(found: dict[int, dict[int, str]]) -> bool:
             return sum(map(len, found.values())) == len(expected)
 
-        found = _wait(attached, until=complete, seconds=ATTACH_SECONDS)
+        found = _wait(attached, until=lambda found: complete(found) or given_up(), seconds=ATTACH_SECONDS)
         if not complete(found):
             present = {pid for clients in found.values() for pid in clients}
             missing = ", ".join(f"'{name}' (pid {pid})" for pid, name in expected.items() if pid not in present)

@@ -6,8 +6,12 @@ import asyncio
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from sgl_omni.gpu.devices import GpuFacts
 from sgl_omni.gpu.mps import MpsDaemon, MpsError, clean
@@ -18,6 +22,8 @@ log = logging.getLogger("sgl_omni.mps")
 ATTACH_FILE = "mps_attach.json"
 
 OnServerDeath = Callable[[int, set[str]], None]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def client_limits(instance: InstancePlan) -> dict[str, str]:
@@ -31,7 +37,11 @@ def client_limits(instance: InstancePlan) -> dict[str, str]:
 
 
 class MpsGuard:
-    """The daemons of one plan's GPUs. Blocking calls to the control program run in threads."""
+    """The daemons of one plan's GPUs.
+
+    Blocking calls to the control program run one after another in a thread of their own: whoever waits for one may be
+    cancelled, and the release still comes after it.
+    """
 
     def __init__(
         self,
@@ -51,6 +61,8 @@ class MpsGuard:
         self._gpu_of = {name: gpu for gpu, names in plan.mps.items() for name in names}
         self._attached: dict[int, dict[int, dict[int, str]]] = {}
         self._watched: dict[int, int] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mps")
+        self._ending = threading.Event()
 
     async def acquire(self) -> None:
         """Joins or starts the daemon of each GPU; a failure gives back those already had.
@@ -58,10 +70,10 @@ class MpsGuard:
         Raises:
             MpsError, StartupError: why MPS cannot be used on a GPU.
         """
-        await asyncio.to_thread(self._tidy)
+        await self._in_thread(self._tidy)
         for gpu in self._plan.mps:
             try:
-                await asyncio.to_thread(self._acquire_one, gpu)
+                await self._in_thread(self._acquire_one, gpu)
             except BaseException:
                 await self.release()
                 raise
@@ -98,7 +110,7 @@ class MpsGuard:
         """
         for gpu, daemon in self._daemons.items():
             expected = {pids[name]: name for name in self._plan.mps[gpu] if name in pids}
-            self._attached[gpu] = await asyncio.to_thread(daemon.verify, expected)
+            self._attached[gpu] = await self._in_thread(daemon.verify, expected, self._ending.is_set)
             for server in self._attached[gpu]:
                 self._watch(gpu, server)
         record = {self._daemons[gpu].uuid: servers for gpu, servers in self._attached.items()}
@@ -129,13 +141,21 @@ class MpsGuard:
 
     def stop_watching(self) -> None:
         """The pipeline ends on purpose: what its daemons do from here is no failure."""
+        self._ending.set()
         for server in list(self._watched):
             self._unwatch(server)
 
     async def release(self) -> None:
         """Gives every daemon back, after the clients are gone; what had to be left running is told in the log."""
         self.stop_watching()
-        for gpu in list(self._daemons):
-            left = await asyncio.to_thread(self._daemons.pop(gpu).release)
+        await self._in_thread(self._release_all)
+
+    def _release_all(self) -> None:
+        while self._daemons:
+            _, daemon = self._daemons.popitem()
+            left = daemon.release()
             if left is not None:
                 log.warning("MPS: %s", left)
+
+    async def _in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
