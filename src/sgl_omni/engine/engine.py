@@ -227,11 +227,8 @@ class AutoregressiveEngine:
         before, self._launched = self._launched, None
         if self._scheduler.repeat():
             self._launched = runner.repeat()
-            if before is not None and self._quiet.hold(before):
-                return []
-            self._generated += self._quiet.hand_out()
-            return [] if before is None else before.read()
-        self._generated += self._quiet.hand_out()
+            return [] if before is None else self._quiet.take(before)
+        self._quiet.hand_out()
         if chunks := self._scheduler.schedule():
             self._launched = runner.launch(chunks)
             self._scheduler.complete(chunks)
@@ -248,7 +245,7 @@ class AutoregressiveEngine:
             "kv_reusable_tokens": self._pool.cached * self._pool.page_size,
             "retractions": self._scheduler.retractions,
             "reused_tokens": self._scheduler.reused_tokens,
-            "generated_rows": self._generated,
+            "generated_rows": self._generated + self._quiet.handed_out,
             **({} if self._ahead is None else self._ahead.stats()),
             **({} if self._sources is None else {"source_places_used": self._sources.used}),
         }

@@ -3,48 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from sgl_omni.engine.request import Request
+from sgl_omni.engine.request import LARGEST, Request
 from sgl_omni.engine.runner import LaunchedStep
 from sgl_omni.engine.task import Task
 
-Block = npt.NDArray[np.int64]
+_STEPS = 64
+"""Steps whose rows are kept at most."""
 
 
 class QuietRows:
-    """Saves the host a look at each request in each step, as long as its steps repeat one another."""
+    """Saves the host a look at each request in each step, as long as its steps repeat one another.
+
+    Rows of steps with the same owners lie in one block. A request gets its own where something comes of one of them,
+    and all get theirs before anybody else looks at them.
+    """
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._owners: Sequence[tuple[Request, int]] | None = None
-        self._blocks: list[Block] = []
-        self._left = 0
+        self._owners: Sequence[tuple[Request, int]] = []
+        self._is_read_whole = False
+        self._kept = np.empty((0, 0, 0), np.int64)
+        self._count = 0
+        self._given: list[int] = []  # how many of the kept rows each request has
+        self._quiet_until = np.empty(0, np.int64)
+        self._again: Sequence[int] = ()  # whose rows were handed out in the last step
+        self.handed_out = 0
 
-    def hold(self, step: LaunchedStep) -> bool:
-        """Waits for the step and keeps its rows, if nothing comes of them but that they are known."""
+    def take(self, step: LaunchedStep) -> list[tuple[Request, list[int]]]:
+        """Waits for the step. Returns the rows that something may come of, after those before them."""
         if step.owners is not self._owners:
             self.hand_out()
-            self._owners = step.owners
-            self._left = self._task.quiet_rows([request for request, _ in step.owners])
-        if self._left <= 0 or not self._task.is_quiet(rows := step.rows()):
-            return False
-        self._blocks.append(rows.copy())
-        self._left -= 1
-        return True
+            self._begin(step.owners)
+        if self._is_read_whole:
+            return step.read()
+        if self._count == _STEPS:
+            self._give_all()
+            self._begin(step.owners)
+        for i in self._again:
+            self._look_at(i)
+        rows = step.rows()
+        due: list[int] = np.flatnonzero((self._quiet_until <= self._count) | self._task.ends(rows)).tolist()
+        if len(rows) > self._kept.shape[1]:  # the owners' first
+            self._kept = np.empty((_STEPS, *rows.shape), np.int64)
+        self._kept[self._count, : len(rows)] = rows
+        self._count += 1
+        found: list[tuple[Request, list[int]]] = []
+        for i, row in zip(due, rows[due].tolist(), strict=True):
+            request, sequence = step.owners[i]
+            if request.sequence == sequence:
+                self._give(i, self._count - 1)
+                self._given[i] = self._count
+                found.append((request, row))
+        self._again = due
+        return found
 
-    def hand_out(self) -> int:
-        """Gives all that was kept to its requests, but for those that have ended since. Returns how many rows."""
-        count = 0
-        if self._blocks and self._owners is not None:
-            kept: npt.NDArray[Any] = np.stack(self._blocks, 1)
-            for (request, sequence), rows in zip(self._owners, kept, strict=True):
-                if request.sequence == sequence:
-                    request.outputs.extend(rows.tolist())
-                    count += len(rows)
-        self._blocks.clear()
-        self._owners = None
-        return count
+    def hand_out(self) -> None:
+        """Gives all that was kept to its requests, but for those that have ended since."""
+        self._give_all()
+        self._owners, self._again = [], ()
+        self._count = 0
+
+    def _begin(self, owners: Sequence[tuple[Request, int]]) -> None:
+        self._owners = owners
+        self._is_read_whole = any(request.hidden is not None for request, _ in owners)  # these belong to their step
+        self._count = 0
+        self._given = [0] * len(owners)
+        self._quiet_until = np.empty(len(owners), np.int64)
+        self._again = range(len(owners))
+
+    def _look_at(self, i: int) -> None:
+        request, sequence = self._owners[i]
+        is_here = request.sequence == sequence
+        self._quiet_until[i] = self._count + self._task.quiet_rows(request) if is_here else LARGEST
+
+    def _give_all(self) -> None:
+        for i in range(len(self._owners)):
+            self._give(i, self._count)
+
+    def _give(self, i: int, stop: int) -> None:
+        """Kept rows of a request up to `stop`."""
+        request, sequence = self._owners[i]
+        start = self._given[i]
+        if start < stop and request.sequence == sequence:
+            request.outputs.extend(self._kept[start:stop, i].tolist())
+            self.handed_out += stop - start
+            self._given[i] = stop

@@ -55,13 +55,13 @@ class Task(ABC):
         taken = [(request, self.take(request, row)) for request, row in rows]
         return [(request, ended) for request, ended in taken if ended or len(request.outputs) >= request.due]
 
-    def quiet_rows(self, requests: Sequence[Request]) -> int:
-        """Rows that each can take before one of them has something to hand on or ends, unless by what a row says."""
+    def quiet_rows(self, request: Request) -> int:
+        """Rows that it can take before it has something to hand on or ends, unless by what a row says."""
         return 0
 
-    def is_quiet(self, rows: npt.NDArray[np.int64]) -> bool:
-        """Whether none of these rows [n, columns] ends its request by what it says."""
-        return False
+    def ends(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of these rows [n, columns] end their requests by what they say."""
+        return np.zeros(len(rows), np.bool_)
 
     def chunk(self, request: Request) -> Payload | None:
         """What can be handed on now and has not been."""
@@ -371,13 +371,14 @@ class FrameTask(Task):
                     found.append((request, ended))
         return found
 
-    def quiet_rows(self, requests: Sequence[Request]) -> int:
-        if any(r.frame_end >= 0 or len(r.outputs) < self.pattern.longest for r in requests):
+    def quiet_rows(self, request: Request) -> int:
+        known = len(request.outputs)
+        if request.frame_end >= 0 or known < self.pattern.longest:
             return 0
-        return min((min(r.frame_limit, r.max_outputs - 1, r.due - 1) - len(r.outputs) for r in requests), default=0)
+        return min(request.frame_limit, request.max_outputs - 1, request.due - 1) - known
 
-    def is_quiet(self, rows: npt.NDArray[np.int64]) -> bool:
-        return not (rows[:, 0] == self.pattern.eos_id).any()
+    def ends(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        return rows[:, 0] == self.pattern.eos_id
 
     def take(self, request: Request, row: list[int]) -> bool:
         """The row may have the pattern's ids already, if the step was run where that is done."""

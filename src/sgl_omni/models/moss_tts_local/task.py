@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,11 +55,11 @@ class MossTask(Task):
             request.finish_reason = "length"
         return request.finish_reason is not None
 
-    def quiet_rows(self, requests: Sequence[Request]) -> int:
-        return min((min(r.max_outputs, r.due) - 1 - len(r.outputs) for r in requests), default=0)
+    def quiet_rows(self, request: Request) -> int:
+        return min(request.max_outputs, request.due) - 1 - len(request.outputs)
 
-    def is_quiet(self, rows: npt.NDArray[np.int64]) -> bool:
-        return not (rows[:, 0] == self._spec.end_id).any()
+    def ends(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        return rows[:, 0] == self._spec.end_id
 
     def chunk(self, request: Request) -> Payload | None:
         if request.sent == len(request.outputs):

@@ -139,13 +139,13 @@ class AsrTask(Task):
         following = request.followers[0]
         request.followers[0] = replace(following, max_outputs=min(following.max_outputs, transcript.left))
 
-    def quiet_rows(self, requests: Sequence[Request]) -> int:
-        if any(request.task.ended for request in requests):
+    def quiet_rows(self, request: Request) -> int:
+        if request.task.ended:
             return 0  # the first row of a window must be taken by itself
-        return min((min(r.max_outputs, r.due) - 1 - len(r.outputs) for r in requests), default=0)
+        return min(request.max_outputs, request.due) - 1 - len(request.outputs)
 
-    def is_quiet(self, rows: npt.NDArray[np.int64]) -> bool:
-        return not np.isin(rows[:, 0], self._eos).any()
+    def ends(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        return np.isin(rows[:, 0], self._eos)
 
     def chunk(self, request: Request) -> Payload | None:
         transcript: Transcript = request.task

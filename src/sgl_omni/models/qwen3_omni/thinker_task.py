@@ -51,11 +51,6 @@ class ThinkerTask(TextTask):
             request.hidden = RowsForTalker(self._layers, speech=payload["speech"])
         return request
 
-    def quiet_rows(self, requests: Sequence[Request]) -> int:
-        if any(request.hidden is not None for request in requests):
-            return 0  # rows that are kept together leave their hidden states behind
-        return super().quiet_rows(requests)
-
     def chunk(self, request: Request) -> Payload | None:
         made = super().chunk(request)
         hidden = request.hidden

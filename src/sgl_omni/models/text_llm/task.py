@@ -126,13 +126,13 @@ class TextTask(Task):
             request.finish_reason = "length"
         return request.finish_reason is not None
 
-    def quiet_rows(self, requests: Sequence[Request]) -> int:
-        if any(r.task.stops is not None for r in requests):
+    def quiet_rows(self, request: Request) -> int:
+        if request.task.stops is not None:
             return 0
-        return min((min(r.max_outputs, r.due) - 1 - len(r.outputs) for r in requests), default=0)
+        return min(request.max_outputs, request.due) - 1 - len(request.outputs)
 
-    def is_quiet(self, rows: npt.NDArray[np.int64]) -> bool:
-        return not np.isin(rows[:, 0], self._eos).any()
+    def ends(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        return np.isin(rows[:, 0], self._eos)
 
     def chunk(self, request: Request) -> Payload | None:
         answer: _Answer = request.task

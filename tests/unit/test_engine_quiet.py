@@ -1,0 +1,123 @@
+"""Rows that are kept together come to their requests as if each step had been looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from sgl_omni.engine.delay import DelayPattern
+from sgl_omni.engine.hidden import HiddenRows
+from sgl_omni.engine.quiet import QuietRows
+from sgl_omni.engine.request import Prompt, Request
+from sgl_omni.engine.task import FrameTask, HandOver, InputSpec
+
+CODES, EOS, PAD, COLUMNS, STEPS = 10, 10, 11, 3, 150
+Rows = Sequence[tuple[Request, list[int]]]
+Events = list[tuple[int, str, list[list[int]], bool]]
+
+
+class Step:
+    """A step of a run in which the same requests decode."""
+
+    def __init__(self, owners: Sequence[tuple[Request, int]], ids: npt.NDArray[np.int64]) -> None:
+        self.owners = owners
+        self._ids = ids
+
+    def rows(self) -> npt.NDArray[np.int64]:
+        return self._ids
+
+    def read(self) -> list[tuple[Request, list[int]]]:
+        pairs = zip(self.owners, self._ids.tolist(), strict=True)
+        return [(request, row) for (request, sequence), row in pairs if request.sequence == sequence]
+
+
+def task() -> FrameTask:
+    inputs = InputSpec(vocab_sizes=(12,) * COLUMNS, hidden_size=16)
+    return FrameTask(inputs, DelayPattern.staircase(COLUMNS, EOS, PAD), hand_over=HandOver(3, 20))
+
+
+def requests(task: FrameTask, known: npt.NDArray[np.int64]) -> list[Request]:
+    """Of several limits; each already has as many outputs as `known` says, so that they are out of step."""
+    found = []
+    for i, rows in enumerate(known):
+        request = task.parse(str(i), {"prompt_ids": np.zeros((2, COLUMNS), int), "max_frames": 60 + 40 * (i % 3)})
+        for row in range(rows):
+            task.take_all([(request, [row % CODES] * COLUMNS)])
+            task.chunk(request)
+        found.append(request)
+    return found
+
+
+def run(task: FrameTask, requests: list[Request], ids: npt.NDArray[np.int64], take: Callable[[Step], Rows]) -> Events:
+    """What comes of the steps; request 2 is aborted on the way."""
+    owners = [(request, request.sequence) for request in requests]
+    events: Events = []
+    for step in range(STEPS):
+        if step == 40:
+            requests[2].sequence += 1
+        for request, ended in task.take_all(take(Step(owners, ids[step]))):
+            chunk = task.chunk(request)
+            events.append((step, request.id, [] if chunk is None else chunk["codes"].tolist(), ended))
+            request.sequence += ended
+    return events
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_comes_of_the_steps_is_the_same_with_few_looks(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    n = 16
+    known = random.integers(1, 40, n)
+    ids = random.integers(0, CODES, (STEPS, n, COLUMNS))
+    ids[random.random((STEPS, n)) < 0.005, 0] = EOS
+    plain, quietly = task(), task()
+    expected, found = requests(plain, known), requests(quietly, known)
+    kept = QuietRows(quietly)
+    looks = 0
+
+    def take(step: Step) -> Rows:
+        nonlocal looks
+        rows = kept.take(step)
+        looks += len(rows)
+        return rows
+
+    assert run(quietly, found, ids, take) == run(plain, expected, ids, Step.read)
+    kept.hand_out()
+    assert [r.outputs for r in found] == [r.outputs for r in expected]
+    rows = sum(len(r.outputs) for r in found) - int(known.sum())
+    assert looks + kept.handed_out == rows
+    assert looks < rows / 6, "of 20 rows of a request one or two need a look, whatever the others do"
+
+
+def test_hidden_states_are_read_with_their_step() -> None:
+    """They lie beside the rows of a step, which only a whole reading takes."""
+    seen: list[Step] = []
+
+    class Recording(Step):
+        def read(self) -> list[tuple[Request, list[int]]]:
+            seen.append(self)
+            return super().read()
+
+    frames = task()
+    (request,) = requests(frames, np.asarray([5]))
+    request.hidden = HiddenRows.parse([-1], (-1,))
+    step = Recording([(request, 0)], np.ones((1, COLUMNS), np.int64))
+    assert QuietRows(frames).take(step) == [(request, [1] * COLUMNS)]
+    assert seen == [step]
+
+
+def test_a_task_that_says_nothing_of_its_rows_sees_each() -> None:
+    class Plain(FrameTask):
+        def quiet_rows(self, request: Request) -> int:
+            return 0
+
+    kept = QuietRows(Plain(InputSpec(vocab_sizes=(12,), hidden_size=16), DelayPattern((0,), EOS, PAD)))
+    request = Request("a", Prompt(torch.zeros(1, 1, dtype=torch.int64)), max_outputs=100)
+    owners = [(request, 0)]
+    for i in range(70):
+        assert kept.take(Step(owners, np.asarray([[i % CODES]]))) == [(request, [i % CODES])]
+        request.outputs.append([i % CODES])
+    assert kept.handed_out == 0
