@@ -19,7 +19,7 @@ def children() -> set[int]:
     return {p.pid for p in psutil.Process().children(recursive=True)}
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 8.0) -> None:
+async def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Waits until `condition` holds."""
     end = asyncio.get_running_loop().time() + seconds
     while not condition():

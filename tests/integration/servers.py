@@ -17,7 +17,14 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).parents[2]
+PATIENT = 120.0
+"""Seconds for an answer; a machine that does much else is no failure."""
+
 READY = re.compile(r"ready: \S+ on (http://\S+)")
+
+
+def fetch(url: str) -> httpx.Response:
+    return httpx.get(url, timeout=PATIENT)
 
 
 class Server:
@@ -48,7 +55,7 @@ class Server:
     def log(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_ready(self, seconds: float = 60.0) -> Server:
+    def wait_ready(self, seconds: float = 180.0) -> Server:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             found = READY.search(self.log)
@@ -70,7 +77,7 @@ class Server:
         return status
 
     def instance(self, name: str) -> dict[str, object]:
-        health = httpx.get(f"{self.url}/health").json()
+        health = fetch(f"{self.url}/health").json()
         return next(i for i in health["instances"] if i["name"] == name)
 
     def pid(self, name: str) -> int:
@@ -81,7 +88,7 @@ class Server:
     def gauges(self) -> dict[str, float]:
         """The numbers of /metrics by name, over all instances."""
         total: dict[str, float] = {}
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        for line in fetch(f"{self.url}/metrics").text.splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0]

@@ -20,7 +20,7 @@ import pytest
 import soundfile
 import torch
 
-from servers import ROOT, Server, serving
+from servers import ROOT, Server, fetch, serving
 from sgl_omni.audio.decode import decode_audio
 
 pytest.importorskip("transformers")
@@ -53,7 +53,7 @@ def expected(tiny: Tiny) -> list[np.ndarray]:
 
 
 def post(server: Server, text: str, **fields: Any) -> httpx.Response:
-    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+    model = fetch(f"{server.url}/v1/models").json()["data"][0]["id"]
     body = {"model": model, "input": text, "temperature": 0, "response_format": "wav", **fields}
     return httpx.post(f"{server.url}/v1/audio/speech", json=body, timeout=120)
 
@@ -162,12 +162,12 @@ def test_what_the_caller_may_not_ask(server: Server) -> None:
 
 def test_a_caller_that_goes_away_frees_its_place(server: Server, alone: list[np.ndarray]) -> None:
     longest = max(range(len(TEXTS)), key=lambda i: len(alone[i]))
-    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+    model = fetch(f"{server.url}/v1/models").json()["data"][0]["id"]
     body = {"model": model, "input": TEXTS[longest], "temperature": 1.0, "seed": 1, "max_new_tokens": 200}
     with httpx.stream("POST", f"{server.url}/v1/audio/speech", json=body | {"response_format": "pcm"}) as response:
         next(response.iter_raw())
-    end = time.monotonic() + 10
-    while any(i["in_flight"] for i in httpx.get(f"{server.url}/health").json()["instances"]):
+    end = time.monotonic() + 60
+    while any(i["in_flight"] for i in fetch(f"{server.url}/health").json()["instances"]):
         assert time.monotonic() < end, "the request is still there"
         time.sleep(0.05)
     assert np.array_equal(speak(server, TEXTS[longest]), alone[longest])

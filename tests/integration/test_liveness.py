@@ -38,7 +38,7 @@ async def test_a_stuck_event_loop_is_restarted_while_the_other_replica_serves(st
     with pytest.raises(PipelineError, match="did not answer for"):
         await asyncio.wait_for(stuck.result(), 10)
     assert (await asyncio.wait_for(pipeline.submit({}).result(), 5))["b"]["trail"] == ["tag"]
-    await eventually(lambda: pipeline.status == "ready", 20)
+    await eventually(lambda: pipeline.status == "ready", 60)
     assert sorted(i["restarts"] for i in pipeline.health()["instances"]) == [0, 0, 1]
 
 

@@ -20,7 +20,7 @@ import soundfile
 import torch
 
 from running import Start
-from servers import Server, serving
+from servers import Server, fetch, serving
 from sgl_omni.config.load import load_config
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.registry import PipelineRegistry
@@ -74,7 +74,7 @@ def expected(tiny: Tiny) -> list[np.ndarray]:
 
 
 def post(server: Server, text: str, **fields: Any) -> httpx.Response:
-    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+    model = fetch(f"{server.url}/v1/models").json()["data"][0]["id"]
     body = {"model": model, "input": text, "temperature": 0, "response_format": "wav", **fields}
     return httpx.post(f"{server.url}/v1/audio/speech", json=body, timeout=120)
 
@@ -161,12 +161,12 @@ def test_what_the_caller_may_not_ask(server: Server) -> None:
 
 def test_a_caller_that_goes_away_frees_its_place(server: Server, expected: list[np.ndarray]) -> None:
     longest = max(range(len(TEXTS)), key=lambda i: len(expected[i]))
-    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+    model = fetch(f"{server.url}/v1/models").json()["data"][0]["id"]
     body = {"model": model, "input": TEXTS[longest], "temperature": 1.0, "seed": 1, "max_new_tokens": 300}
     with httpx.stream("POST", f"{server.url}/v1/audio/speech", json=body | {"response_format": "pcm"}) as response:
         next(response.iter_raw())
-    end = time.monotonic() + 10
-    while any(i["in_flight"] for i in httpx.get(f"{server.url}/health").json()["instances"]):
+    end = time.monotonic() + 60
+    while any(i["in_flight"] for i in fetch(f"{server.url}/health").json()["instances"]):
         assert time.monotonic() < end, "the request is still there"
         time.sleep(0.05)
     assert len(speak(server, TEXTS[longest])) == len(expected[longest])

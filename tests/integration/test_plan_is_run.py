@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
-from servers import ROOT, Server, serving
+from servers import ROOT, Server, fetch, serving
 from sgl_omni.gpu.affinity import read_cores
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -86,7 +85,7 @@ def environment(pid: int) -> dict[str, str]:
 
 def assert_is_run(plan: dict[str, Any], server: Server) -> dict[str, int]:
     """Compares each process of the server with its instance in the plan. Returns the pids by instance."""
-    running = httpx.get(f"{server.url}/health").json()["instances"]
+    running = fetch(f"{server.url}/health").json()["instances"]
     pids = {instance["name"]: instance["pid"] for instance in running}
     assert sorted(pids.values()) == sorted(child.pid for child in psutil.Process(server.process.pid).children())
     assert list(pids) == [instance["name"] for instance in plan["instances"]]

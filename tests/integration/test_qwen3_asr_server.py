@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from servers import Server, serving
+from servers import Server, fetch, serving
 
 pytest.importorskip("transformers.models.qwen3_asr")
 
@@ -191,7 +191,7 @@ def test_replicas_share_weights_and_answer_the_same(server: Server, reference: t
 
 
 def generated(server: Server, instance: str) -> float:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = fetch(f"{server.url}/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if "generated_rows" in line and instance in line)
 
 

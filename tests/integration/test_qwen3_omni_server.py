@@ -17,7 +17,7 @@ import soundfile
 import tiny_qwen3_omni as tiny
 from qwen3_omni_reference import Answered, Asked, Reference, picture, tone, user
 
-from servers import Server, serving
+from servers import Server, fetch, serving
 
 pytest.importorskip("transformers")
 
@@ -127,7 +127,7 @@ def test_both_replicas_speak_and_speak_the_same(omni: Omni) -> None:
     with ThreadPoolExecutor(6) as pool:
         spoken = list(pool.map(one, kinds))
     assert all(close(samples(wav), omni.expected[kind]) for kind, wav in zip(kinds, spoken, strict=True))
-    names = {i["name"] for i in httpx.get(f"{omni.server.url}/health").json()["instances"]}
+    names = {i["name"] for i in fetch(f"{omni.server.url}/health").json()["instances"]}
     assert names == {"host", "talker_ar@r0", "talker_ar@r1", "code2wav@r0", "code2wav@r1"}
 
 

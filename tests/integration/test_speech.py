@@ -18,7 +18,7 @@ import pytest
 import soundfile
 
 from listening import SENTENCES, word_error_rate
-from servers import ROOT, Server, serving
+from servers import ROOT, Server, fetch, serving
 
 EVERYDAY = SENTENCES[:20]
 REPLICAS = str(ROOT / "examples/configs/demo_voice_replicas.yaml")
@@ -190,7 +190,7 @@ def test_what_cannot_be_spoken_is_the_callers_mistake(server: Server) -> None:
 
 
 def test_health_names_every_instance(replicas: Server) -> None:
-    health = httpx.get(f"{replicas.url}/health").json()
+    health = fetch(f"{replicas.url}/health").json()
     assert health["status"] == "ready"
     assert {i["name"] for i in health["instances"]} == {"preprocessing", "tts_engine@r0", "tts_engine@r1", "vocoder"}
     assert len({i["pid"] for i in health["instances"]}) == 4

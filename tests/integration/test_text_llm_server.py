@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from servers import Server, serving
+from servers import Server, fetch, serving
 
 pytest.importorskip("transformers")
 
@@ -197,7 +197,7 @@ def test_a_client_that_goes_away_frees_the_engine(server: Server) -> None:
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=30) as response:
         for _, _line in zip(range(4), response.iter_lines(), strict=False):
             continue
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while (gauges := server.gauges())["sgl_omni_instance_llm_running"] or gauges["sgl_omni_requests_in_flight"]:
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -257,7 +257,7 @@ def test_every_layout_gives_the_same_answers(
         with ThreadPoolExecutor(6) as pool:
             found = list(pool.map(lambda text: said(chat(other, text, max_tokens=24)), ASKED))
         assert found == [expected(reference, text, 24)[0] for text in ASKED]
-        health = httpx.get(f"{other.url}/health").json()
+        health = fetch(f"{other.url}/health").json()
         roles = [i["weights"]["role"] for i in health["instances"] if i["weights"] and i["name"].startswith("llm")]
         assert ("leader" in roles and "follower" in roles) == ("--weight_share" in layout)
 

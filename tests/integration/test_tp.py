@@ -118,7 +118,7 @@ async def test_a_killed_rank_comes_back_with_its_group(
     assert (await ask(pipeline, PROMPTS[0]))["token_ids"] == alone[0.0][0], "the other replica serves meanwhile"
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(r) for r in results] == [ProcessExited, dict] * 2
-    await eventually(lambda: pipeline.status == "ready", 30)
+    await eventually(lambda: pipeline.status == "ready", 60)
     after = pids(pipeline)
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {"llm@r0_tp0", "llm@r0_tp1"}

@@ -17,7 +17,7 @@ import openai
 import pytest
 import soundfile
 
-from servers import Server, serving
+from servers import Server, fetch, serving
 from sgl_omni.audio.windows import cut_at_quiet_places
 from sgl_omni.models.whisper.spec import WhisperSpec
 from sgl_omni.models.whisper.text import cut_at_timestamps
@@ -221,7 +221,7 @@ def test_ten_hours_are_refused_and_nothing_is_lost(server: Server) -> None:
     assert response.status_code == 400
     assert "36000.0 s; the limit is 7200 s" in response.json()["error"]["message"]
     wait_for_rest(server)
-    assert httpx.get(f"{server.url}/health").json()["status"] == "ready"
+    assert fetch(f"{server.url}/health").json()["status"] == "ready"
 
 
 def test_the_official_client_works_unchanged(server: Server, checkpoint: Checkpoint) -> None:
@@ -254,7 +254,7 @@ def test_two_replicas_answer_the_same_and_share_the_work(
 
 
 def generated(server: Server, instance: str) -> float:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = fetch(f"{server.url}/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if "generated_rows" in line and instance in line)
 
 
