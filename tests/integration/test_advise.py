@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 
 from servers import ROOT, serving
+
+pytestmark = pytest.mark.alone
 
 
 def advise(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:

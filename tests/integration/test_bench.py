@@ -13,6 +13,8 @@ import pytest
 
 from servers import ROOT, Server, serving
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:

@@ -13,6 +13,8 @@ from running import Start, eventually
 from sgl_omni.errors import ProcessExited
 from sgl_omni.runtime.pipeline import Pipeline
 
+pytestmark = pytest.mark.alone
+
 COUNT = 200_000
 
 

@@ -20,6 +20,8 @@ from sgl_omni.errors import Overloaded, ProcessExited, RequestAborted, StartupEr
 from sgl_omni.runtime.pipeline import Pipeline
 from sgl_omni.runtime.rundir import RunDir
 
+pytestmark = pytest.mark.alone
+
 
 async def test_a_factory_that_raises_fails_the_start_with_its_traceback(start: Start, own_run_folder: Path) -> None:
     before = children()

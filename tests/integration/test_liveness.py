@@ -12,6 +12,8 @@ from plans import plan_of, stage
 from running import Start, eventually
 from sgl_omni.errors import PipelineError
 
+pytestmark = pytest.mark.alone
+
 
 async def test_a_stopped_process_fails_its_requests_by_name(start: Start) -> None:
     pipeline = await start(

@@ -25,6 +25,8 @@ from sgl_omni.runtime.coordinator import RequestHandle
 from sgl_omni.runtime.pipeline import Pipeline
 from sgl_omni.runtime.worker import TOMBSTONE_SECONDS
 
+pytestmark = pytest.mark.alone
+
 
 def chain(first: str = "tag", **fields: Any) -> Any:
     return plan_of(
