@@ -23,7 +23,6 @@ from running import HERE, Start, children, eventually
 from sgl_omni.errors import ProcessExited
 from sgl_omni.gpu.devices import GpuFacts
 from sgl_omni.gpu.mps import (
-    ATTACH_SECONDS,
     MpsControl,
     MpsDaemon,
     MpsError,
@@ -182,16 +181,17 @@ async def test_a_start_that_is_cancelled_while_it_joins_leaves_no_daemon(stand_i
     assert not daemons(stand_in) and status(stand_in) == []
 
 
-async def test_the_release_comes_after_a_verification_that_nobody_waits_for(stand_in: Path, tmp_path: Path) -> None:
+async def test_the_release_comes_after_a_verification_that_nobody_waits_for(
+    stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sgl_omni.gpu.mps.ATTACH_SECONDS", 300)
     guard = MpsGuard(mps_plan(), stand_in, tmp_path, facts, lambda server, clients: None)
     before = children()
     await guard.acquire()
     verifying = asyncio.create_task(guard.verify({"s0": os.getpid()}))  # never attached
     await asyncio.sleep(0.3)
     verifying.cancel()
-    begin = time.monotonic()
-    await guard.release()
-    assert time.monotonic() - begin < ATTACH_SECONDS / 2, "the verification gave up"
+    await asyncio.wait_for(guard.release(), 60)
     assert children() <= before and not daemons(stand_in)
 
 
