@@ -25,6 +25,7 @@ from sgl_omni.runtime.liveness import Liveness
 from sgl_omni.runtime.logs import LogTap
 from sgl_omni.runtime.messages import GroupLink, Message, Ready, Spawn, StartFailed, Stats, StatsQuery, Stop
 from sgl_omni.runtime.mps_guard import MpsGuard
+from sgl_omni.runtime.routes import Probe, Routes
 from sgl_omni.runtime.rundir import RunDir
 from sgl_omni.runtime.segments import Allowance, machine_share
 from sgl_omni.runtime.weight_keeper import WeightKeeper
@@ -59,9 +60,11 @@ class Supervisor:
         *,
         liveness_timeout: float | None = DEFAULT_LIVENESS,
         step_timeout: float | None = None,
+        probe: Probe | None = None,
     ) -> None:
         """`liveness_timeout`: seconds that a ready instance may be silent when asked; none for as long as it likes.
-        `step_timeout`: seconds that a step of an engine may take. See `Liveness`."""
+        `step_timeout`: seconds that a step of an engine may take. See `Liveness`. `probe`: tries a way between two
+        devices; by default with real processes."""
         self._loop = asyncio.get_running_loop()
         self._allowance = Allowance(machine_share())
         self._plan = plan
@@ -71,6 +74,7 @@ class Supervisor:
         self._restarts: set[asyncio.Task[None]] = set()
         self._mps = MpsGuard(plan, base_folder() / "mps", run_dir.path, facts, self._mps_server_died)
         self._weights = WeightKeeper(run_dir.path, self._instance_of)
+        self.routes = Routes(plan, probe)
         self.instances = {i.name: Instance(i) for i in plan.instances}
         self.groups = self._groups()
         self._group_of = {member.name: group for group in self.groups for member in group.members}
@@ -99,6 +103,7 @@ class Supervisor:
             MpsError: MPS cannot be used, or a process did not attach to it.
         """
         await self._mps.acquire()
+        await self.routes.find(lambda instance: self._environment(instance, {}))
         if self._plan.sharing_groups:
             self._weights.listen()
         for wave in self._plan.spawn_waves:
@@ -211,7 +216,8 @@ class Supervisor:
             name=instance.name,
             allowance=self._allowance,
         )
-        instance.channel.send(Spawn(self._plan, instance.name, str(self._run_dir.path), list(sys.path), link))
+        by_host = self.routes.by_host_from(instance.plan)
+        instance.channel.send(Spawn(self._plan, instance.name, str(self._run_dir.path), list(sys.path), link, by_host))
 
     def _environment(self, plan: InstancePlan, group: dict[str, str]) -> dict[str, str]:
         """The parent's, a fair share of the threads, what the ranks of a group have in common, and what the plan says,
