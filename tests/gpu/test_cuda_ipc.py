@@ -100,7 +100,9 @@ async def test_they_cross_between_two_gpus(started: list[Pipeline]) -> None:
     (route,) = pipeline.health()["routes"]
     results = [(await pipeline.submit({"count": COUNT, "first": i}).result())["check"] for i in range(4)]
     assert all(r["equal"] for r in results)
-    assert results[-1]["device"] == ("cuda:1" if route["by"] == "device" else "cpu"), route
+    assert results[-1]["device"] == ("cuda:0" if route["by"] == "device" else "cpu"), (
+        "each process numbers its own first"
+    )
     assert (await gauge(pipeline, "make", "device_sent_total") > 0) == (route["by"] == "device")
     if not torch.cuda.can_device_access_peer(1, 0):
         assert route["by"] == "host", route
@@ -113,8 +115,11 @@ async def test_one_sender_reaches_its_own_gpu_and_another_at_once(started: list[
     near, far = pipeline.health()["routes"]
     handles = [pipeline.submit({"count": COUNT + i, "first": i}) for i in range(24)]
     assert all((await handle.result())["check"]["equal"] for handle in handles)
-    found = {(await pipeline.submit({"count": COUNT, "first": 1}).result())["check"]["device"] for _ in range(4)}
-    assert found == {"cuda:0" if near["by"] == "device" else "cpu", "cuda:1" if far["by"] == "device" else "cpu"}
+    before = await gauge(pipeline, "make", "device_sent_total")
+    for i in range(8):
+        assert (await pipeline.submit({"count": COUNT, "first": i}).result())["check"]["equal"]
+    sent = await gauge(pipeline, "make", "device_sent_total") - before
+    assert sent == 4 * [near["by"], far["by"]].count("device"), pipeline.health()["routes"]
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -73,9 +71,13 @@ async def begin(two_gpus: Path) -> AsyncIterator[Begin]:
 
 
 def memory_in_use(gpu: int) -> int:
-    """Bytes, as another process sees it, so that this one needs no context."""
-    code = f"import torch; free, total = torch.cuda.mem_get_info({gpu}); print(total - free)"
-    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    """Bytes, as the driver's management library counts them, which takes no context."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    used = int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).used)
+    pynvml.nvmlShutdown()
+    return used
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +163,12 @@ async def test_replicas_of_one_rank_and_of_two_side_by_side(
     pipeline = await begin(plan)
     devices = {i["name"]: i["device"] for i in pipeline.health()["instances"] if i["device"] is not None}
     assert devices == {
-        **{"small@r0": 0, "small@r1": 1},
-        **{"wide@r0_tp0": 0, "wide@r0_tp1": 1, "wide@r1_tp0": 1, "wide@r1_tp1": 0},
+        "small@r0": 0,
+        "small@r1": 1,
+        "wide@r0_tp0": 0,
+        "wide@r0_tp1": 1,
+        "wide@r1_tp0": 1,
+        "wide@r1_tp1": 0,
     }
     await check_answers(pipeline, expected)
     rows = await generated(pipeline, "wide")

@@ -12,7 +12,7 @@ from device_plans import MIB, device_plan
 from running import Start, eventually
 from sgl_omni.errors import ProcessExited
 from sgl_omni.runtime.pipeline import Pipeline
-from sgl_omni.runtime.routes import Environment
+from sgl_omni.runtime.routes import Look
 from sgl_omni.topology.plan import InstancePlan, Plan
 
 COUNT = 200_000
@@ -99,7 +99,7 @@ async def test_the_way_to_another_device_is_tried_at_the_start_and_shown(start: 
 async def test_only_the_way_that_was_refused_leads_through_the_host(start: Start) -> None:
     """Two replicas, one on each device, and no peer access between these."""
 
-    async def probe(plan: Plan, source: InstancePlan, target: InstancePlan, environment: Environment) -> str:
+    async def probe(plan: Plan, source: InstancePlan, target: InstancePlan, look: Look) -> str:
         return "" if source.device == target.device else "cuMemSetAccess failed: CUDA_ERROR_INVALID_DEVICE (101)"
 
     pipeline = await start(device_plan(devices=(0, 0, 1)), probe=probe)

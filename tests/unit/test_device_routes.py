@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import socket
 import threading
@@ -12,7 +13,8 @@ import pytest
 
 from sgl_omni.gpu.peer_probe import PROBE_BYTES, HostGround, make, open_and_compare
 from sgl_omni.gpu.weights.cuda_driver import READ_WRITE, CudaDriver, DriverError
-from sgl_omni.runtime.routes import Environment, Routes, probe_route
+from sgl_omni.runtime.routes import Look, Routes, probe_route
+from sgl_omni.runtime.visibility import Sight, sight
 from sgl_omni.topology.plan import EdgePlan, InstancePlan, Plan, PlatformName, ProcessPlan, StagePlan, Transport
 
 
@@ -43,12 +45,8 @@ def at(name: str, device: int | None, **fields: Any) -> InstancePlan:
     return InstancePlan(name=name, process=name[0], stages=(name[0],), device=device, **fields)
 
 
-def no_environment(instance: InstancePlan) -> dict[str, str]:
-    return {}
-
-
-def same_environment(instance: InstancePlan) -> dict[str, str]:
-    return dict(os.environ)
+def as_here(instance: InstancePlan) -> Sight:
+    return Sight(instance.device, dict(os.environ))
 
 
 class Verdicts:
@@ -57,7 +55,7 @@ class Verdicts:
     def __init__(self) -> None:
         self.tried: list[tuple[str, str]] = []
 
-    async def __call__(self, plan: Plan, source: InstancePlan, target: InstancePlan, environment: Environment) -> str:
+    async def __call__(self, plan: Plan, source: InstancePlan, target: InstancePlan, look: Look) -> str:
         self.tried.append((source.name, target.name))
         return "no peers" if target.device == 1 and source.device != 1 else ""
 
@@ -65,7 +63,7 @@ class Verdicts:
 async def found(plan: Plan) -> tuple[Routes, Verdicts]:
     verdicts = Verdicts()
     routes = Routes(plan, verdicts)
-    await routes.find(no_environment)
+    await routes.find(as_here)
     return routes, verdicts
 
 
@@ -108,20 +106,20 @@ async def test_what_never_leaves_a_device_is_not_tried(plan: Plan) -> None:
 
 async def test_two_processes_find_that_memory_arrives() -> None:
     a, b = at("a", 0), at("b", 1)
-    assert await probe_route(plan_of(a, b), a, b, same_environment) == ""
+    assert await probe_route(plan_of(a, b), a, b, as_here) == ""
 
 
 async def test_without_a_driver_the_trial_says_so() -> None:
     a, b = at("a", 0), at("b", 1)
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    refusal = await probe_route(plan_of(a, b, platform="cuda"), a, b, lambda instance: hidden)
+    refusal = await probe_route(plan_of(a, b, platform="cuda"), a, b, lambda instance: Sight(0, hidden))
     assert "driver cannot be loaded" in refusal or "cuInit failed" in refusal or "cuDeviceGet failed" in refusal
 
 
 async def test_an_end_that_dies_is_a_refusal() -> None:
     a, b = at("a", 0), at("b", 1)
     broken = {"PATH": os.environ["PATH"], "PYTHONPATH": "/nowhere", "PYTHONHOME": "/nowhere"}
-    refusal = await probe_route(plan_of(a, b), a, b, lambda i: broken if i is b else dict(os.environ))
+    refusal = await probe_route(plan_of(a, b), a, b, lambda i: Sight(0, broken) if i is b else as_here(i))
     assert refusal.startswith("the trial ended with status 1: ")
 
 
@@ -195,3 +193,43 @@ def test_access_is_asked_for_the_gpu_that_opens() -> None:
     driver._library, driver._device = Granting(""), 3  # type: ignore[assignment]
     driver.map(7, 2**21, READ_WRITE)
     assert asked == [(3, READ_WRITE)]
+
+
+# Which GPU a process takes for its first -----------------------------------------------------------------------------
+
+
+def seen(device: int | None, inherited: str | None = None, **fields: Any) -> tuple[int | None, str | None]:
+    instance = at("a", device, **fields)
+    found = sight(plan_of(instance, at("b", 2), platform="cuda"), instance, inherited)
+    return found.device, found.environment.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(
+    ("device", "inherited", "visible"),
+    [
+        (0, None, "0,1,2"),
+        (1, None, "1,0,2"),
+        (2, None, "2,0,1"),
+        (1, "4,5,6", "5,4,6"),
+        (2, "GPU-aa, GPU-bb ,GPU-cc", "GPU-cc,GPU-aa,GPU-bb"),
+        (0, "3", "3"),
+    ],
+)
+def test_its_own_gpu_comes_first(device: int, inherited: str | None, visible: str) -> None:
+    assert seen(device, inherited) == (0, visible)
+
+
+def test_who_says_what_it_sees_is_left_alone() -> None:
+    assert seen(None) == (None, None)
+    assert seen(1, env={"CUDA_VISIBLE_DEVICES": "0,1"}) == (1, None)
+    assert seen(1, mps=True) == (0, None), "the daemon's environment has the one GPU"
+    assert seen(3, "0,1") == (3, None), "the start will say that there is no such GPU"
+    virtual = at("a", 1)
+    assert sight(plan_of(virtual, at("b", 0)), virtual, None) == Sight(1)
+
+
+def test_a_device_named_in_a_factorys_arguments_is_the_plans() -> None:
+    instance = at("a", 1)
+    plan = plan_of(instance, at("b", 0), platform="cuda")
+    named = dataclasses.replace(plan.stages[0], factory_args={"codec": {"device": "cuda:0"}})
+    assert sight(dataclasses.replace(plan, stages=(named, plan.stages[1])), instance, None) == Sight(1)

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_omni.runtime.visibility import Sight
 from sgl_omni.topology.plan import InstancePlan, Plan
 
 log = logging.getLogger("sgl_omni.routes")
@@ -25,8 +26,9 @@ PROBE_SECONDS = 30.0
 AT_A_TIME = 4
 """Pairs that are tried at once; each takes two contexts on GPUs."""
 
-Environment = Callable[[InstancePlan], dict[str, str]]
-Probe = Callable[[Plan, InstancePlan, InstancePlan, Environment], Awaitable[str]]
+Look = Callable[[InstancePlan], Sight]
+"""What the process of an instance will see, its whole environment included."""
+Probe = Callable[[Plan, InstancePlan, InstancePlan, Look], Awaitable[str]]
 """Whether memory of the first instance's device reaches the second's: "" or why not."""
 
 
@@ -64,13 +66,13 @@ class Routes:
         self._probe = probe or probe_route
         self.all: tuple[Route, ...] = ()
 
-    async def find(self, environment: Environment) -> None:
-        """Tries each pair of places that an edge with ``cuda_ipc`` connects. `environment` of an instance's process."""
+    async def find(self, look: Look) -> None:
+        """Tries each pair of places that an edge with ``cuda_ipc`` connects."""
         limit = asyncio.Semaphore(AT_A_TIME)
 
         async def try_one(ends: tuple[InstancePlan, InstancePlan]) -> Route:
             async with limit:
-                refusal = await self._probe(self._plan, *ends, environment)
+                refusal = await self._probe(self._plan, *ends, look)
             return Route(_place(ends[0]), _place(ends[1]), refusal)
 
         self.all = tuple(await asyncio.gather(*(try_one(ends) for ends in _pairs(self._plan))))
@@ -108,13 +110,13 @@ def _pairs(plan: Plan) -> Iterable[tuple[InstancePlan, InstancePlan]]:
     return found.values()
 
 
-async def probe_route(plan: Plan, source: InstancePlan, target: InstancePlan, environment: Environment) -> str:
+async def probe_route(plan: Plan, source: InstancePlan, target: InstancePlan, look: Look) -> str:
     """Runs the two ends of ``gpu/peer_probe.py`` with the environments of these instances."""
     ours, theirs = socket.socketpair()
     try:
-        maker = await _start("make", ours, plan, source, environment)
+        maker = await _start("make", ours, plan, look(source))
         try:
-            opener = await _start("open", theirs, plan, target, environment)
+            opener = await _start("open", theirs, plan, look(target))
         except BaseException:
             _kill(maker)
             raise
@@ -134,19 +136,17 @@ async def probe_route(plan: Plan, source: InstancePlan, target: InstancePlan, en
     return _verdict(made, made_log, maker) or _verdict(opened, opened_log, opener)
 
 
-async def _start(
-    end: str, sock: socket.socket, plan: Plan, instance: InstancePlan, environment: Environment
-) -> Process:
+async def _start(end: str, sock: socket.socket, plan: Plan, seen: Sight) -> Process:
     command = [sys.executable, "-m", "sgl_omni.gpu.peer_probe", "--end", end]
     command += ["--fd", str(sock.fileno()), "--parent", str(os.getpid())]
     if plan.platform == "cuda":
-        command += ["--ordinal", "0" if instance.mps else str(instance.device)]
+        command += ["--ordinal", str(seen.device)]
     return await asyncio.create_subprocess_exec(
         *command,
         stdin=DEVNULL,
         stdout=PIPE,
         stderr=PIPE,
-        env=environment(instance),
+        env=seen.environment,
         pass_fds=(sock.fileno(),),
         start_new_session=True,
     )

@@ -28,7 +28,9 @@ from sgl_omni.runtime.mps_guard import MpsGuard
 from sgl_omni.runtime.routes import Probe, Routes
 from sgl_omni.runtime.rundir import RunDir
 from sgl_omni.runtime.segments import Allowance, machine_share
+from sgl_omni.runtime.visibility import Sight, sight
 from sgl_omni.runtime.weight_keeper import WeightKeeper
+from sgl_omni.topology.mps import VISIBILITY
 from sgl_omni.topology.plan import InstancePlan, Plan
 
 log = logging.getLogger("sgl_omni.supervisor")
@@ -103,7 +105,7 @@ class Supervisor:
             MpsError: MPS cannot be used, or a process did not attach to it.
         """
         await self._mps.acquire()
-        await self.routes.find(lambda instance: self._environment(instance, {}))
+        await self.routes.find(lambda plan: Sight(self._sight(plan).device, self._environment(plan, {})))
         if self._plan.sharing_groups:
             self._weights.listen()
         for wave in self._plan.spawn_waves:
@@ -216,15 +218,27 @@ class Supervisor:
             name=instance.name,
             allowance=self._allowance,
         )
-        by_host = self.routes.by_host_from(instance.plan)
-        instance.channel.send(Spawn(self._plan, instance.name, str(self._run_dir.path), list(sys.path), link, by_host))
+        instance.channel.send(
+            Spawn(
+                self._plan,
+                instance.name,
+                str(self._run_dir.path),
+                list(sys.path),
+                link,
+                device=self._sight(instance.plan).device,
+                by_host=self.routes.by_host_from(instance.plan),
+            )
+        )
 
     def _environment(self, plan: InstancePlan, group: dict[str, str]) -> dict[str, str]:
-        """The parent's, a fair share of the threads, what the ranks of a group have in common, and what the plan says,
-        which wins."""
+        """The parent's, a fair share of the threads, what the ranks of a group have in common, which GPU comes first,
+        and what the plan says, which wins."""
         threads = plan.threads or max(1, len(os.sched_getaffinity(0)) // len(self.instances))
         own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        return os.environ | own | group | plan.env | self._mps.environment(plan)
+        return os.environ | own | group | self._sight(plan).environment | plan.env | self._mps.environment(plan)
+
+    def _sight(self, plan: InstancePlan) -> Sight:
+        return sight(self._plan, plan, os.environ.get(VISIBILITY))
 
     # Messages and ends --------------------------------------------------------------------------------------------
 

@@ -95,6 +95,7 @@ class Worker:
         self._run_dir = Path(spawn.run_dir)
         self._wiring = Wiring(spawn.plan)
         self._by_host = frozenset(spawn.by_host)
+        self._own_device = spawn.device
         self._device = self._make_device()
         sys.path.extend(path for path in spawn.sys_path if path not in sys.path)
         if self._instance.cpu_cores:
@@ -168,8 +169,8 @@ class Worker:
         return device_memory(ordinal)
 
     def _local_device(self) -> int | None:
-        """This instance's GPU as its process numbers it: an MPS client sees its own GPU and no other."""
-        return 0 if self._instance.mps else self._instance.device
+        """This instance's GPU as its process numbers it."""
+        return self._own_device
 
     def _facts(self, seconds: float) -> dict[str, Any]:
         engines = {n: r.gauges() for n, r in self._runners.items() if isinstance(r, EngineRunner | FollowingRunner)}
