@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="of transfer, replicas and both")
     parser.add_argument("--layers", type=int, default=8, help="of the thinker and the talker, in place of 48 and 20")
     parser.add_argument("--concurrency", type=int, default=32, help="callers of replicas")
-    parser.add_argument("--mps", default="off,auto", help="of replicas, one after another")
+    parser.add_argument("--mps", default="auto", help="of replicas; several, separated by commas, one after another")
     parser.add_argument("--copies", type=int, default=2, help="engines on each card, for both")
     parser.add_argument("--share", default="on", help="weights among them")
     options = parser.parse_args()
