@@ -17,6 +17,7 @@ import asyncio
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -100,7 +101,7 @@ def summary(found: list[Attempt]) -> dict[str, Any]:
     spoken = {f"{a['layout']}, mps {a['mps']}": a["load"]["audio_seconds_per_s"] for a in found if "load" in a}
     steps = {
         f"{a['shape']} tp {a['tp']} {a['dtype']} {'graphs' if a['graphs'] else 'no graphs'}": {
-            "step_ms": {batch: min(values) for batch, values in a["step_ms"].items()},
+            "step_ms": {batch: statistics.median(values) for batch, values in a["step_ms"].items()},
             "sums_share_of_step": a.get("sums_share_of_step"),
             "agreement": a.get("agreement"),
         }

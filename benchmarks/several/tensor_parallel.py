@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -150,7 +151,8 @@ async def run_ranks(ranks: Ranks, folder: Path, host: Host, vocabulary: int, tok
         found |= json.loads(notes.read_text())
         way = "graph" if ranks.graphs and "graph" in next(iter(found["sums_ms"].values())) else "launched"
         found["sums_share_of_step"] = {
-            batch: found["sums_ms"][str(batch)][way] / min(found["step_ms"][batch]) for batch in ranks.batches
+            batch: found["sums_ms"][str(batch)][way] / statistics.median(found["step_ms"][batch])
+            for batch in ranks.batches
         }
     return found
 
