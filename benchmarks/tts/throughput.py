@@ -82,6 +82,9 @@ async def measure(options: argparse.Namespace, flags: list[str]) -> dict[str, An
         ready = time.perf_counter() - started
         members = {i["name"]: psutil.Process(i["pid"]) for i in pipeline.health()["instances"]}
         members["client and coordinator"] = psutil.Process()
+        if options.gate:
+            print(json.dumps({"ready": ready}), flush=True)
+            await asyncio.to_thread(sys.stdin.readline)
         for concurrency in [int(c) for c in options.concurrency.split(",")]:
             before = {name: sum(p.cpu_times()[:2]) for name, p in members.items()}
             at = time.perf_counter()
@@ -112,6 +115,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--warm-up", type=float, default=5.0)
     parser.add_argument("--mps", default="off")
+    parser.add_argument("--gate", action="store_true", help="say when ready, and begin at a line of standard input")
     parser.add_argument("--json", action="store_true", help="only the JSON object")
     options, flags = parser.parse_known_args()
     print(json.dumps(uvloop.run(measure(options, flags))))

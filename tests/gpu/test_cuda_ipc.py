@@ -93,18 +93,46 @@ async def test_blocks_are_freed_when_the_receiver_is_killed(started: list[Pipeli
 
 
 async def test_they_cross_between_two_gpus(started: list[Pipeline]) -> None:
+    """By the way that the trial at the start found, which cannot be another than the driver's own answer."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     pipeline = await begin(started, device_plan("cuda", devices=(0, 1)))
+    (route,) = pipeline.health()["routes"]
     results = [(await pipeline.submit({"count": COUNT, "first": i}).result())["check"] for i in range(4)]
     assert all(r["equal"] for r in results)
-    peers = torch.cuda.can_device_access_peer(1, 0)
-    assert results[-1]["device"] == ("cuda:1" if peers else "cpu"), "without peer access the host carries them"
+    assert results[-1]["device"] == ("cuda:0" if route["by"] == "device" else "cpu"), (
+        "each process numbers its own first"
+    )
+    assert (await gauge(pipeline, "make", "device_sent_total") > 0) == (route["by"] == "device")
+    if not torch.cuda.can_device_access_peer(1, 0):
+        assert route["by"] == "host", route
 
 
-async def test_under_mps_too(started: list[Pipeline]) -> None:
-    plan = device_plan("cuda")
+async def test_one_sender_reaches_its_own_gpu_and_another_at_once(started: list[Pipeline]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    pipeline = await begin(started, device_plan("cuda", devices=(0, 0, 1)))
+    near, far = pipeline.health()["routes"]
+    handles = [pipeline.submit({"count": COUNT + i, "first": i}) for i in range(24)]
+    assert all((await handle.result())["check"]["equal"] for handle in handles)
+    before = await gauge(pipeline, "make", "device_sent_total")
+    for i in range(8):
+        assert (await pipeline.submit({"count": COUNT, "first": i}).result())["check"]["equal"]
+    sent = await gauge(pipeline, "make", "device_sent_total") - before
+    assert sent == 4 * [near["by"], far["by"]].count("device"), pipeline.health()["routes"]
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+async def test_under_mps_too(started: list[Pipeline], gpus: int) -> None:
+    """With a daemon for each GPU, whose clients see no other; a way that MPS does not allow leads through the host."""
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    plan = device_plan("cuda", devices=(0, gpus - 1))
     instances = tuple(dataclasses.replace(i, mps=True) for i in plan.instances)
-    pipeline = await begin(started, dataclasses.replace(plan, instances=instances, mps={0: ("make", "check")}))
+    clients = {0: ("make", "check")} if gpus == 1 else {0: ("make",), 1: ("check",)}
+    pipeline = await begin(started, dataclasses.replace(plan, instances=instances, mps=clients))
+    (route,) = pipeline.health()["routes"]
     results = [(await pipeline.submit({"count": COUNT, "first": i}).result())["check"] for i in range(4)]
-    assert all(r["equal"] for r in results) and results[-1]["device"] == "cuda:0"
+    assert all(r["equal"] for r in results)
+    assert results[-1]["device"] == ("cuda:0" if route["by"] == "device" else "cpu"), route
+    assert gpus == 2 or route["by"] == "device", route

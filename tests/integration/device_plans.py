@@ -11,6 +11,7 @@ from sgl_omni.topology.plan import (
     ProcessPlan,
     StagePlan,
     Transport,
+    instance_name,
 )
 
 MIB = 2**20
@@ -18,13 +19,13 @@ MIB = 2**20
 
 def device_plan(
     platform: PlatformName = "cpu",
-    devices: tuple[int, int] = (0, 0),
+    devices: tuple[int, ...] = (0, 0),
     *,
     transport: Transport = "cuda_ipc",
     limit: int = 64 * MIB,
     on_process_exit: ExitPolicy = "stop",
 ) -> Plan:
-    """`make` on the first device, `check` on the second, each in a process of its own."""
+    """`make` on the first device and a replica of `check` on each of the others, all in processes of their own."""
     stages = (
         StagePlan(
             name="make",
@@ -36,19 +37,26 @@ def device_plan(
         ),
         StagePlan(name="check", process="check", factory_path="device_stages.check", terminal=True, gpu=True),
     )
-    instances = tuple(
-        InstancePlan(name=s.name, process=s.name, stages=(s.name,), device=device)
-        for s, device in zip(stages, devices, strict=True)
+    copies = len(devices) - 1
+    maker = InstancePlan(name="make", process="make", stages=("make",), device=devices[0])
+    checkers = tuple(
+        InstancePlan(
+            name=instance_name("check", i, copies), process="check", stages=("check",), replica=i, device=device
+        )
+        for i, device in enumerate(devices[1:])
     )
-    order = ("make", "check")
+    order = ("make", *(c.name for c in checkers))
     return Plan(
         name="device-tensors",
         model_path=None,
         platform=platform,
         entry="make",
         stages=stages,
-        processes=tuple(ProcessPlan(name=name, stages=(name,)) for name in order),
-        instances=instances,
+        processes=(
+            ProcessPlan(name="make", stages=("make",)),
+            ProcessPlan(name="check", stages=("check",), num_replicas=copies),
+        ),
+        instances=(maker, *checkers),
         edges=(EdgePlan(source="make", target="check", kind="payload", transport=transport),),
         spawn_waves=(order,),
         shutdown_order=(order,),

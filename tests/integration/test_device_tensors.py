@@ -12,6 +12,8 @@ from device_plans import MIB, device_plan
 from running import Start, eventually
 from sgl_omni.errors import ProcessExited
 from sgl_omni.runtime.pipeline import Pipeline
+from sgl_omni.runtime.routes import Look
+from sgl_omni.topology.plan import InstancePlan, Plan
 
 pytestmark = pytest.mark.alone
 
@@ -84,3 +86,30 @@ async def test_after_a_kill_the_other_side_holds_nothing_and_goes_on(start: Star
         assert (await pipeline.submit({"count": COUNT, "first": i}).result())["check"]["equal"]
     await settled(pipeline)
     assert await gauge(pipeline, "make", "device_bytes") > 0
+
+
+async def test_the_way_to_another_device_is_tried_at_the_start_and_shown(start: Start) -> None:
+    pipeline = await start(device_plan(devices=(0, 1)))
+    assert pipeline.health()["routes"] == [{"from": "GPU 0", "to": "GPU 1", "by": "device", "reason": ""}]
+    for i in range(4):
+        assert (await pipeline.submit({"count": COUNT, "first": i}).result())["check"]["equal"]
+        await settled(pipeline)
+    assert await gauge(pipeline, "make", "device_sent_total") == 3, "the first one asked for a block"
+    assert await gauge(pipeline, "make", "device_sent_bytes_total") == 3 * 4 * COUNT
+
+
+async def test_only_the_way_that_was_refused_leads_through_the_host(start: Start) -> None:
+    """Two replicas, one on each device, and no peer access between these."""
+
+    async def probe(plan: Plan, source: InstancePlan, target: InstancePlan, look: Look) -> str:
+        return "" if source.device == target.device else "cuMemSetAccess failed: CUDA_ERROR_INVALID_DEVICE (101)"
+
+    pipeline = await start(device_plan(devices=(0, 0, 1)), probe=probe)
+    near, far = pipeline.health()["routes"]
+    assert (near["by"], far["by"], far["to"]) == ("device", "host", "GPU 1")
+    assert "CUDA_ERROR_INVALID_DEVICE" in far["reason"]
+    for i in range(8):
+        assert (await pipeline.submit({"count": COUNT, "first": i}).result())["check"]["equal"]
+        await settled(pipeline)
+    assert await gauge(pipeline, "make", "device_sent_total") == 3, "of four to the near replica"
+    assert await gauge(pipeline, "check@r1", "requests") == 0

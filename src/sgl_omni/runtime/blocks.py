@@ -27,13 +27,17 @@ SMALLEST_BLOCK = 2 * 1024 * 1024
 
 
 class Device:
-    """This process's device memory and what its pools may take of it. The driver is asked at the first use."""
+    """This process's device memory and what its pools may take of it. The driver is asked at the first use.
+
+    ``sent``, ``sent_bytes``: the tensors that left this process by device memory.
+    """
 
     def __init__(self, make: Callable[[], DeviceMemory], limit: int) -> None:
         self._make = make
         self._memory: DeviceMemory | None = None
         self.refusal = ""
         self.allowance = Allowance(limit)
+        self.sent = self.sent_bytes = 0
 
     def memory(self) -> DeviceMemory:
         """Raises ``DeviceMemoryError``, the first reason again at every call."""
@@ -98,6 +102,8 @@ class BlockPool:
         number = min(fitting, key=lambda n: self._blocks[n].size)
         self._blocks[number].write(tensor)
         self._free.discard(number)
+        self._device.sent += 1
+        self._device.sent_bytes += tensor.nbytes
         return number
 
     def _grow(self, memory: DeviceMemory, size: int) -> None:

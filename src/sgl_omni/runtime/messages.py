@@ -161,13 +161,17 @@ class GroupLink(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Spawn(Message, tag=11, frozen=True):
-    """First frame to a new worker: all that it needs to know. `group`: where it is a rank of several."""
+    """First frame to a new worker: all that it needs to know. `group`: where it is a rank of several; `device`: its GPU
+    as its process numbers it; `by_host`: the instances to which its tensors go through host memory, whatever the plan
+    allows."""
 
     plan: Plan
     instance: str
     run_dir: str
     sys_path: list[str]
     group: GroupLink | None = None
+    device: int | None = None
+    by_host: list[str] = []
 
 
 class Ready(Message, tag=12, frozen=True):

@@ -10,6 +10,7 @@ from typing import Any
 from sgl_omni.gpu.devices import GpuFacts, gpu_facts
 from sgl_omni.runtime.capacity import kv_capacity
 from sgl_omni.runtime.coordinator import DEFAULT_MAX_IN_FLIGHT, DEFAULT_TIMEOUT, Coordinator, RequestHandle
+from sgl_omni.runtime.routes import Probe
 from sgl_omni.runtime.rundir import RunDir
 from sgl_omni.runtime.stage import Payload
 from sgl_omni.runtime.supervisor import DEFAULT_LIVENESS, Supervisor
@@ -33,9 +34,10 @@ class Pipeline:
         startup_timeout: float = DEFAULT_STARTUP_TIMEOUT,
         liveness_timeout: float | None = DEFAULT_LIVENESS,
         facts: Callable[[int], GpuFacts] = gpu_facts,
+        probe: Probe | None = None,
     ) -> None:
         """`liveness_timeout`: seconds after which a process that does not answer is killed; none for never. `facts`
-        asks the driver about a GPU; only a plan that uses MPS needs it."""
+        asks the driver about a GPU; only a plan that uses MPS needs it. `probe` is `Supervisor`'s."""
         self.plan = plan
         self.coordinator = Coordinator(plan, max_in_flight=max_in_flight, timeout=request_timeout)
         self._startup_timeout = startup_timeout
@@ -47,6 +49,7 @@ class Pipeline:
             facts,
             liveness_timeout=liveness_timeout,
             step_timeout=request_timeout,
+            probe=probe,
         )
         self._status = "starting"
 
@@ -128,11 +131,13 @@ class Pipeline:
         return "degraded" if serving >= {group.first.plan.process for group in groups} else "unavailable"
 
     def health(self) -> dict[str, Any]:
-        """The state of every instance; KV capacities by stage, and what it shares, are those of its last start."""
+        """The state of every instance; KV capacities by stage, and what it shares, are those of its last start.
+        ``routes``: which way tensors take between GPUs, where the plan lets them stay on a device."""
         return {
             "status": self.status,
             "model": self.plan.name,
             "in_flight": self.coordinator.pending,
+            "routes": [route.describe() for route in self.supervisor.routes.all],
             "instances": [
                 {
                     "name": i.name,

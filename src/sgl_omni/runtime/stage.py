@@ -2,10 +2,10 @@
 
 A factory (``stages.<s>.factory_path``) returns one of these. It is called once, in the stage's own
 process, with the keyword arguments of ``stages.<s>.factory`` plus those of the following that its
-signature declares: ``model_path``, ``gpu_id`` (int or None), ``device`` ("cpu" or "cuda:N"),
-``engine`` (the stage's engine settings as a dict), ``weights`` (where replicas share weights, the
-`sgl_omni.engine.weights.WeightStore` that gives the model its tensors; else None), ``budget_bytes``
-(what the stage may hold of its GPU's memory, if it says so; else None).
+signature declares: ``model_path``, ``gpu_id`` (int or None), ``device`` ("cpu", or "cuda:0", as a process
+numbers its own GPU first), ``engine`` (the stage's engine settings as a dict), ``weights`` (where replicas
+share weights, the `sgl_omni.engine.weights.WeightStore` that gives the model its tensors; else None),
+``budget_bytes`` (what the stage may hold of its GPU's memory, if it says so; else None).
 
 A stage with ``tp_size`` above 1 must be an engine; its factory is also offered ``shard`` (the
 `sgl_omni.engine.shard.Shard` of this rank), ``tp_rank``, ``tp_size`` and ``nccl_port`` (of the group's

@@ -25,9 +25,12 @@ from sgl_omni.runtime.liveness import Liveness
 from sgl_omni.runtime.logs import LogTap
 from sgl_omni.runtime.messages import GroupLink, Message, Ready, Spawn, StartFailed, Stats, StatsQuery, Stop
 from sgl_omni.runtime.mps_guard import MpsGuard
+from sgl_omni.runtime.routes import Probe, Routes
 from sgl_omni.runtime.rundir import RunDir
 from sgl_omni.runtime.segments import Allowance, machine_share
+from sgl_omni.runtime.visibility import Sight, sight
 from sgl_omni.runtime.weight_keeper import WeightKeeper
+from sgl_omni.topology.mps import VISIBILITY
 from sgl_omni.topology.plan import InstancePlan, Plan
 
 log = logging.getLogger("sgl_omni.supervisor")
@@ -59,9 +62,11 @@ class Supervisor:
         *,
         liveness_timeout: float | None = DEFAULT_LIVENESS,
         step_timeout: float | None = None,
+        probe: Probe | None = None,
     ) -> None:
         """`liveness_timeout`: seconds that a ready instance may be silent when asked; none for as long as it likes.
-        `step_timeout`: seconds that a step of an engine may take. See `Liveness`."""
+        `step_timeout`: seconds that a step of an engine may take. See `Liveness`. `probe`: tries a way between two
+        devices; by default with real processes."""
         self._loop = asyncio.get_running_loop()
         self._allowance = Allowance(machine_share())
         self._plan = plan
@@ -71,6 +76,7 @@ class Supervisor:
         self._restarts: set[asyncio.Task[None]] = set()
         self._mps = MpsGuard(plan, base_folder() / "mps", run_dir.path, facts, self._mps_server_died)
         self._weights = WeightKeeper(run_dir.path, self._instance_of)
+        self.routes = Routes(plan, probe)
         self.instances = {i.name: Instance(i) for i in plan.instances}
         self.groups = self._groups()
         self._group_of = {member.name: group for group in self.groups for member in group.members}
@@ -99,6 +105,7 @@ class Supervisor:
             MpsError: MPS cannot be used, or a process did not attach to it.
         """
         await self._mps.acquire()
+        await self.routes.find(lambda plan: Sight(self._sight(plan).device, self._environment(plan, {})))
         if self._plan.sharing_groups:
             self._weights.listen()
         for wave in self._plan.spawn_waves:
@@ -211,14 +218,27 @@ class Supervisor:
             name=instance.name,
             allowance=self._allowance,
         )
-        instance.channel.send(Spawn(self._plan, instance.name, str(self._run_dir.path), list(sys.path), link))
+        instance.channel.send(
+            Spawn(
+                self._plan,
+                instance.name,
+                str(self._run_dir.path),
+                list(sys.path),
+                link,
+                device=self._sight(instance.plan).device,
+                by_host=self.routes.by_host_from(instance.plan),
+            )
+        )
 
     def _environment(self, plan: InstancePlan, group: dict[str, str]) -> dict[str, str]:
-        """The parent's, a fair share of the threads, what the ranks of a group have in common, and what the plan says,
-        which wins."""
+        """The parent's, a fair share of the threads, what the ranks of a group have in common, which GPU comes first,
+        and what the plan says, which wins."""
         threads = plan.threads or max(1, len(os.sched_getaffinity(0)) // len(self.instances))
         own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        return os.environ | own | group | plan.env | self._mps.environment(plan)
+        return os.environ | own | group | self._sight(plan).environment | plan.env | self._mps.environment(plan)
+
+    def _sight(self, plan: InstancePlan) -> Sight:
+        return sight(self._plan, plan, os.environ.get(VISIBILITY))
 
     # Messages and ends --------------------------------------------------------------------------------------------
 

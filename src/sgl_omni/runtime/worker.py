@@ -94,6 +94,8 @@ class Worker:
         self._instance = spawn.plan.instance(spawn.instance)
         self._run_dir = Path(spawn.run_dir)
         self._wiring = Wiring(spawn.plan)
+        self._by_host = frozenset(spawn.by_host)
+        self._own_device = spawn.device
         self._device = self._make_device()
         sys.path.extend(path for path in spawn.sys_path if path not in sys.path)
         if self._instance.cpu_cores:
@@ -167,8 +169,8 @@ class Worker:
         return device_memory(ordinal)
 
     def _local_device(self) -> int | None:
-        """This instance's GPU as its process numbers it: an MPS client sees its own GPU and no other."""
-        return 0 if self._instance.mps else self._instance.device
+        """This instance's GPU as its process numbers it."""
+        return self._own_device
 
     def _facts(self, seconds: float) -> dict[str, Any]:
         engines = {n: r.gauges() for n, r in self._runners.items() if isinstance(r, EngineRunner | FollowingRunner)}
@@ -326,7 +328,7 @@ class Worker:
             self._take_chunk(request.header, request.stage, target, chunk, None)
             return
         message = StreamChunk(request.header, request.stage, target, chunk)
-        by_device = (request.stage, target) in self._wiring.by_device
+        by_device = self._by_device(request.stage, target, instance)
         self._channel(instance).send_payload(message, request.stage, by_device=by_device)
 
     def send_ack(self, request: StageRequest, source: str, count: int) -> None:
@@ -396,7 +398,7 @@ class Worker:
         if instance == self._instance.name:
             self._take_payload(header, source, target, payload)
         else:
-            by_device = (source, target) in self._wiring.by_device
+            by_device = self._by_device(source, target, instance)
             self._channel(instance).send_payload(Submit(header, source, target, payload), source, by_device=by_device)
 
     def _send_end(self, header: Header, source: str, target: str) -> None:
@@ -405,6 +407,9 @@ class Worker:
             self._take_end(header, source, target)
         else:
             self._channel(instance).send(StreamEnd(header, source, target))
+
+    def _by_device(self, source: str, target: str, instance: str) -> bool:
+        return (source, target) in self._wiring.by_device and instance not in self._by_host
 
     def _channel(self, instance: str) -> Channel:
         """The channel to an instance ("" is the coordinator), connected at its first use."""
@@ -445,6 +450,8 @@ class Worker:
             "shm_refused_total": self._allowance.refused,
             "device_blocks_out": sum(c.blocks_out for c in channels),
             "device_bytes": sum(c.device_bytes for c in channels),
+            "device_sent_total": self._device.sent if self._device is not None else 0,
+            "device_sent_bytes_total": self._device.sent_bytes if self._device is not None else 0,
             "device_limit_bytes": self._device.allowance.limit if self._device is not None else 0,
         }
         for stage, runner in self._runners.items():

@@ -48,7 +48,9 @@ def eligibility(found: Findings, placed: tuple[Placed, ...]) -> Eligibility:
     """Clients keyed by the lowest ordinal of their physical GPU."""
     clients: dict[int, list[str]] = defaultdict(list)
     blocked: dict[int, list[str]] = defaultdict(list)
-    ordinals = {name: ordinals for name in found.stages if (ordinals := set(_explicit(found.stages[name].factory)))}
+    ordinals = {
+        name: ordinals for name in found.stages if (ordinals := set(named_ordinals(found.stages[name].factory)))
+    }
     for p in placed:
         named = {o for stage in p.group.stages for o in ordinals.get(stage, ())}
         if named - {0} or (named and p.device is None):
@@ -137,7 +139,7 @@ def _no_client(group: ProcessGroup, mode: str) -> str | None:
     return "mps is off" if mode == "off" else None
 
 
-def _explicit(value: Any) -> Iterable[int]:
+def named_ordinals(value: Any) -> Iterable[int]:
     """Every ``cuda:N`` in a value."""
     if isinstance(value, str):
         match = _ORDINAL.fullmatch(value.strip())
@@ -146,4 +148,4 @@ def _explicit(value: Any) -> Iterable[int]:
         value = value.values()
     elif not isinstance(value, Iterable):
         return []
-    return [ordinal for item in value for ordinal in _explicit(item)]
+    return [ordinal for item in value for ordinal in named_ordinals(item)]

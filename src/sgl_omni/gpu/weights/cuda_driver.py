@@ -85,6 +85,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuIpcGetMemHandle": (POINTER(_IpcHandle), c_ulonglong),
     "cuMemcpyDtoDAsync_v2": (c_ulonglong, c_ulonglong, c_size_t, c_void_p),
     "cuMemcpyDtoH_v2": (c_void_p, c_ulonglong, c_size_t),
+    "cuMemcpyHtoD_v2": (c_ulonglong, c_char_p, c_size_t),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxSynchronize": (),
     "cuIpcOpenMemHandle_v2": (POINTER(c_ulonglong), _IpcHandle, c_uint),
 }
 
@@ -105,6 +109,16 @@ class CudaDriver:
         device = c_int()
         self._call("cuDeviceGet", byref(device), ordinal)
         self._device = device.value
+
+    def enter_context(self) -> None:
+        """Makes the device's primary context current in this thread, where torch has not done so."""
+        context = c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", byref(context), self._device)
+        self._call("cuCtxSetCurrent", context)
+
+    def synchronize(self) -> None:
+        """Waits for all work of the current context."""
+        self._call("cuCtxSynchronize")
 
     # Virtual memory management ------------------------------------------------------------------------------------
 
@@ -129,12 +143,21 @@ class CudaDriver:
         self._call("cuMemRelease", handle)
 
     def map(self, handle: int, size: int, access: int) -> int:
-        """The address at which the memory appears to this process, with `READ` or `READ_WRITE`."""
+        """The address at which the memory appears to this process, with `READ` or `READ_WRITE` for this GPU. Memory of
+        another GPU needs peer access between the two; where there is none, nothing stays mapped."""
         address = c_ulonglong()
         self._call("cuMemAddressReserve", byref(address), size, 0, 0, 0)
-        self._call("cuMemMap", address.value, size, 0, handle, 0)
+        try:
+            self._call("cuMemMap", address.value, size, 0, handle, 0)
+        except DriverError:
+            self._call("cuMemAddressFree", address.value, size)
+            raise
         description = _AccessDesc(_Location(_DEVICE, self._device), access)
-        self._call("cuMemSetAccess", address.value, size, byref(description), 1)
+        try:
+            self._call("cuMemSetAccess", address.value, size, byref(description), 1)
+        except DriverError:
+            self.unmap(address.value, size)
+            raise
         return address.value
 
     def unmap(self, address: int, size: int) -> None:
@@ -160,6 +183,11 @@ class CudaDriver:
     def copy_to_host(self, target: int, source: int, size: int) -> None:
         """Copies device memory to an address of the host; complete on return."""
         self._call("cuMemcpyDtoH_v2", c_void_p(target), source, size)
+
+    def copy_from_host(self, target: int, content: bytes) -> None:
+        """Copies bytes to an address of device memory; complete on return."""
+        self._call("cuMemcpyHtoD_v2", target, content, len(content))
+        self.synchronize()
 
     # Classic IPC; needs the device's primary context to be current --------------------------------------------------
 
