@@ -23,7 +23,7 @@ from sgl_omni.models.ming_omni_tts.preprocess import SpeechPreprocessor
 from sgl_omni.models.ming_omni_tts.prompt import PromptWriter, caption
 from sgl_omni.models.ming_omni_tts.spec import MingSpec
 from sgl_omni.models.ming_omni_tts.task import MingTask
-from sgl_omni.models.ming_omni_tts.vae import VaeDecoder, VaeEncoder, VaeStream
+from sgl_omni.models.ming_omni_tts.vae import VaeEncoder, VaeStream
 from sgl_omni.text.tokenizer import TextTokenizer
 
 pytest.importorskip("transformers")
@@ -47,7 +47,6 @@ class Case:
 class Ming:
     tiny: Tiny
     model: MingModel
-    vae: VaeDecoder
     cases: dict[str, Case]
 
 
@@ -66,12 +65,12 @@ def ming(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Ming:
             payload = {"ids": np.asarray(ids), "speaker_at": at, **options}
             payload |= {"latents": latents.numpy()} if heard else {}
             cases[f"{kind} {i}"] = Case(payload, said, tiny.model.audio.decode(said).numpy().clip(-1, 1), reason)
-    return Ming(tiny, MingModel.load(tiny.folder), VaeDecoder.load(tiny.folder), cases)
+    return Ming(tiny, MingModel.load(tiny.folder), cases)
 
 
 def engine_for(ming: Ming, **settings: Any) -> AutoregressiveEngine:
     options = EngineSettings(**{"max_total_tokens": 4096, "page_size": 1, **settings})
-    return AutoregressiveEngine.build(ming.model, MingTask(ming.model, ming.vae), options)
+    return AutoregressiveEngine.build(ming.model, MingTask(ming.model), options)
 
 
 def test_the_cases_end_by_the_head_and_by_the_limit(ming: Ming) -> None:
@@ -102,9 +101,7 @@ def test_latents_equal_the_plain_model(ming: Ming) -> None:
             said[request.id] = torch.cat(request.task.latents)
             return super().result(request)
 
-    engine = AutoregressiveEngine.build(
-        ming.model, Recording(ming.model, ming.vae), EngineSettings(max_total_tokens=4096)
-    )
+    engine = AutoregressiveEngine.build(ming.model, Recording(ming.model), EngineSettings(max_total_tokens=4096))
     for name, case in ming.cases.items():
         engine.add(name, case.payload)
     while engine.has_work:
@@ -117,7 +114,7 @@ def test_latents_equal_the_plain_model(ming: Ming) -> None:
 def test_decoding_in_pieces_gives_the_audio_of_the_whole(ming: Ming, pieces: list[int]) -> None:
     latents = torch.randn(30, LATENT, generator=torch.Generator().manual_seed(1))
     stream, parts = VaeStream(), latents.split(pieces)
-    audio = torch.cat([ming.vae.decode(part, stream, last=i == len(parts) - 1) for i, part in enumerate(parts)])
+    audio = torch.cat([ming.model.vae.decode(part, stream, last=i == len(parts) - 1) for i, part in enumerate(parts)])
     expected = ming.tiny.model.audio.decode(latents)
     assert audio.shape == expected.shape == (30 * VAE_PATCH * 8,)
     assert (audio - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -9,22 +9,35 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sgl_omni.audio.stretch import TimeStretch
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
-from sgl_omni.engine.decoder import Decoder, materialise
+from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding
-from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.model import LoadedModel
 from sgl_omni.engine.request import Chunk, Request
+from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.ming_omni_tts.blocks import TIMES, Aggregator, Flow, Linear
+from sgl_omni.models.ming_omni_tts.files import ARCHITECTURE
 from sgl_omni.models.ming_omni_tts.spec import MingSpec
-from sgl_omni.models.ming_omni_tts.vae import VaeStream
+from sgl_omni.models.ming_omni_tts.vae import WINDOW, VaeDecoder, VaeStream
+
+SHARE_POLICY = SharePolicy(ARCHITECTURE, remarks="the window of the audio's frames")
 
 GUIDANCE, STIRRING = 2.0, 0.25
 """As the model's authors sample: the weight of guidance, and of noise that a temperature above 0 adds to each step."""
+
+_IGNORED = (
+    "audio.encoder.*",
+    "audio.decoder.decoder.embed_tokens.weight",
+    WINDOW,
+    "model.lm_head.weight",
+    "spk_head.*",
+    "*.inv_freq",
+)
 
 _LEAST_STEPS = 4
 """The model may end its speech after one more than these."""
@@ -55,8 +68,11 @@ class Speech:
         self.history = torch.cat([self.history[len(latents) :], latents])
 
 
-class MingModel(nn.Module, StepModel):
-    """A row is 1 where the speech ends with it, else 0; the latents of a row lie in its request's ``Speech``."""
+class MingModel(LoadedModel):
+    """A row is 1 where the speech ends with it, else 0; the latents of a row lie in its request's ``Speech``.
+
+    ``vae`` makes the latents audio; it is here so that replicas share its weights too.
+    """
 
     def __init__(self, spec: MingSpec) -> None:
         super().__init__()
@@ -66,24 +82,38 @@ class MingModel(nn.Module, StepModel):
         self.flow = Flow(spec)
         self.aggregator = Aggregator(spec)
         self.end = Linear(spec.decoder.hidden_size, 2)
+        self.vae = VaeDecoder(spec.vae)
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> MingModel:
-        """Reads a checkpoint but for its audio VAE, the unused text head, and the projection of speakers' vectors."""
+    def load(
+        cls,
+        folder: Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        weights: WeightStore | None = None,
+    ) -> MingModel:
+        """Reads a checkpoint but for the VAE's encoder, the unused text head, and the projection of speakers' vectors.
+
+        Its tensors live where ``weights`` says, in memory of their own by default.
+        """
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(MingSpec.parse(checkpoint.config()))
-        materialise(model, device, dtype)
-        checkpoint.load(model.slots(), ignore=["audio.*", "model.lm_head.weight", "spk_head.*", "*.inv_freq"])
-        return model.eval()
+        model.take_weights(
+            checkpoint,
+            weights,
+            lambda: checkpoint.load(model.slots(), ignore=_IGNORED),
+            device=device,
+            dtype=dtype,
+            policy=SHARE_POLICY,
+        )
+        model.vae.read_window(checkpoint, device)
+        return model
 
     @property
     def kv_shape(self) -> KVShape:
         return self.decoder.kv_shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.weight.device
 
     @torch.inference_mode()
     def embed_prompt(self, ids: Tensor, speaker_at: int, latents: Tensor) -> Tensor:
@@ -147,3 +177,4 @@ class MingModel(nn.Module, StepModel):
         yield from self.flow.slots("flowloss.cfm.model.")
         yield from self.aggregator.slots("linear_proj_audio.")
         yield from self.end.slots("stop_head")
+        yield from self.vae.slots("audio.decoder.")

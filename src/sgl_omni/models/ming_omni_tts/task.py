@@ -13,7 +13,6 @@ from sgl_omni.engine.request import Prompt, Request
 from sgl_omni.engine.task import Task, number, whole_number
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.ming_omni_tts.model import MingModel, Speech
-from sgl_omni.models.ming_omni_tts.vae import VaeDecoder
 
 
 class MingTask(Task):
@@ -21,9 +20,9 @@ class MingTask(Task):
     ``speed``. Chunks are ``{"audio": float32 [samples], "sample_rate": int}``.
     """
 
-    def __init__(self, model: MingModel, vae: VaeDecoder, *, default_max_steps: int = 200) -> None:
+    def __init__(self, model: MingModel, *, default_max_steps: int = 200) -> None:
         self._model = model
-        self._vae = vae
+        self._vae = model.vae
         self._default_max_steps = default_max_steps
 
     def parse(self, request_id: str, payload: Payload) -> Request:
