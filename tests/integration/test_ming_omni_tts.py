@@ -125,9 +125,11 @@ def test_replicas_with_shared_weights_too(tiny: Tiny, expected: list[np.ndarray]
 
 
 @pytest.mark.slow
-def test_the_audit_passes(tiny: Tiny) -> None:
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_audit_passes(tiny: Tiny, tmp_path: Path, experts: bool) -> None:
     """With pages that no prompt fills: beside a part that was found again, products round otherwise."""
-    command = [sys.executable, "-m", "sgl_omni.cli.main", "audit", str(tiny.folder), "--platform", "cpu", "--json"]
+    folder = build(tmp_path, experts=True).folder if experts else tiny.folder
+    command = [sys.executable, "-m", "sgl_omni.cli.main", "audit", str(folder), "--platform", "cpu", "--json"]
     command += ["--rounds", "1", "--max-total-tokens", "8192", "--tts_engine.gpu_memory_fraction", "0.3"]
     command += ["--tts_engine.factory.default_max_steps", str(STEPS), "--tts_engine.engine.page_size", "512"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -297,7 +297,7 @@ class CausalModel(LoadedModel):
         return nn.functional.linear(self.hidden_state(hidden, LAST), weight).unflatten(-1, (self.columns, -1))
 
     def slots(self, prefix: str, head: str) -> Iterator[Slot]:
-        yield from self.embedding.slots(f"{prefix}embed_tokens")
+        yield from self.embedding.slots(f"{prefix}{self.config.names.embedding}")
         yield from self.decoder.slots(prefix)
         if self.head is not None:
             yield Slot(f"{head}.weight", self.head, tuple(self.head.shape))

@@ -36,6 +36,8 @@ _IGNORED = (
     WINDOW,
     "model.lm_head.weight",
     "spk_head.*",
+    "model.model.layers.*.mlp.audio_gate.weight",
+    "model.model.layers.*.mlp.image_gate.weight",
     "*.inv_freq",
 )
 
@@ -93,7 +95,8 @@ class MingModel(LoadedModel):
         *,
         weights: WeightStore | None = None,
     ) -> MingModel:
-        """Reads a checkpoint but for the VAE's encoder, the unused text head, and the projection of speakers' vectors.
+        """Reads a checkpoint but for the VAE's encoder, the unused text head, the projection of speakers' vectors, and
+        the experts' gates for sound and pictures, as the published code chooses by the one for text.
 
         Its tensors live where ``weights`` says, in memory of their own by default.
         """
@@ -172,7 +175,7 @@ class MingModel(LoadedModel):
         return rows
 
     def slots(self) -> Iterator[Slot]:
-        yield from self.embedding.slots("model.model.embed_tokens")
+        yield from self.embedding.slots(f"model.model.{self.spec.decoder.names.embedding}")
         yield from self.decoder.slots("model.model.")
         yield from self.flow.slots("flowloss.cfm.model.")
         yield from self.aggregator.slots("linear_proj_audio.")

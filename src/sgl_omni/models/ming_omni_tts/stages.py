@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.folder import find_folder, read_json
+from sgl_omni.models.ming_omni_tts.files import EXPERTS
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, Payload, Request
 
 if TYPE_CHECKING:
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 
 def create_preprocessing(model_path: str) -> FunctionStage:
     """Text, style and reference audio to prompt tokens and samples, on the host."""
+    from sgl_omni.models.ming_omni_tts import prompt
     from sgl_omni.models.ming_omni_tts.preprocess import SpeechPreprocessor
-    from sgl_omni.models.ming_omni_tts.prompt import PromptWriter
     from sgl_omni.text.tokenizer import TextTokenizer
 
     folder = find_folder(model_path)
@@ -23,7 +24,10 @@ def create_preprocessing(model_path: str) -> FunctionStage:
     audio = config["audio_tokenizer_config"]
     frames = config["ditar_config"]["patch_size"] * max(1, audio.get("patch_size", -1))
     step_samples = frames * audio["enc_kwargs"].get("hop_size", 320)
-    writer = PromptWriter(TextTokenizer.load(folder))
+    if config["model_type"] == EXPERTS:
+        writer = prompt.PromptWriter(TextTokenizer.of_file(folder), prompt.EXPERTS)
+    else:
+        writer = prompt.PromptWriter(TextTokenizer.load(folder))
     return FunctionStage(SpeechPreprocessor(writer, audio["sample_rate"], step_samples), concurrency=4)
 
 
