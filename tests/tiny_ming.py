@@ -212,9 +212,11 @@ class PlainMing(nn.Module):
 
 
 def noise_of(seed: int, step: int) -> Tensor:
-    """The random numbers are ours to choose; these are the ones that the engine documents."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    return torch.randn(11, PATCH, LATENT, generator=generator)
+    """The random numbers are the engine's to choose: of a seed and a step, whatever else runs."""
+    from sgl_omni.engine.sampler import normal, seed_key, step_keys
+
+    keys = step_keys(torch.tensor([seed_key(seed)]), torch.tensor([step]))
+    return normal(keys, 11 * PATCH * LATENT).view(11, PATCH, LATENT)
 
 
 def turned(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sgl_omni.audio.stretch import TimeStretch
 from sgl_omni.engine.interface import Payload
-from sgl_omni.engine.request import Prompt, Request
+from sgl_omni.engine.request import Prompt, Request, Sampling
 from sgl_omni.engine.task import Task, number, whole_number
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.ming_omni_tts.model import MingModel, Speech
@@ -37,12 +37,8 @@ class MingTask(Task):
             request_id,
             Prompt(embeddings=prompt),
             max_outputs=steps,
-            task=Speech(
-                history=self._history(latents),
-                seed=whole_number(payload, "seed", 0),
-                temperature=number(payload, "temperature", 0.0),
-                speed=number(payload, "speed", 1.0),
-            ),
+            sampling=Sampling(temperature=number(payload, "temperature", 0.0), seed=whole_number(payload, "seed", 0)),
+            task=Speech(history=self._history(latents), speed=number(payload, "speed", 1.0)),
         )
 
     def _history(self, latents: Tensor) -> Tensor:
@@ -50,10 +46,11 @@ class MingTask(Task):
         history = torch.zeros(spec.history, spec.latent_size)
         known = latents[-spec.history :]
         history[spec.history - len(known) :] = known
-        return history.to(self._model.device)
+        return history
 
     def take(self, request: Request, row: list[int]) -> bool:
         request.outputs.append(row)
+        request.task.say(self._model.latents_of(torch.tensor([row]))[0])
         if row[0] == 1:
             request.finish_reason = "stop"
         elif request.is_at_limit:
