@@ -152,6 +152,28 @@ def check_state(device: str) -> None:
     assert difference(summed.cpu(), table[inputs.ids + offsets].sum(1)) < 1e-6
 
 
+def check_bits(device: str, columns: int = 257) -> None:
+    """Rows whose ids are the bits of floats, as wide as a patch of latents, go through both ends as they are."""
+    torch.manual_seed(6)
+
+    def bits(n: int) -> torch.Tensor:
+        return torch.randn(n, columns).view(torch.int32)
+
+    fields = torch.zeros(7, len(Field) + columns, dtype=torch.int32)
+    fields[:, len(Field) :] = bits(7)
+    tables = torch.randint(0, 9, (7, 8), dtype=torch.int32)
+    rows, given, ids = torch.tensor([3, 1, 6, 0]), torch.tensor([-1, -1, 5, -1]), bits(4).to(torch.int64)
+    inputs = StepInputs(rows, given, ids, torch.tensor([0, 1, 3]), torch.tensor([3, 1, 0]))
+    moved = StepInputs(*(getattr(inputs, name).to(device) for name in StepInputs.__slots__))
+    there, chosen = fields.clone().to(device), bits(3).to(torch.int64)
+    expected = begin_rows(rows, given, ids, fields, tables, PAGE)
+    result = state.begin(moved.rows, moved.given, moved.ids, there, tables.to(device), PAGE)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(result, expected, strict=True))
+    advance_rows(chosen, inputs, expected[0], fields, None, None)
+    state.advance(chosen.to(device), moved.rows, moved.ends, moved.targets, result[0], there, None)
+    assert torch.equal(there.cpu(), fields)
+
+
 def check_moe(device: str, dtype: torch.dtype, *, rows: int, experts: int, choices: int, hidden: int = 72) -> float:
     """Rows of which most choose the first experts, so that some have many rows and some none."""
     torch.manual_seed(5)

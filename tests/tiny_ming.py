@@ -2,6 +2,10 @@
 
 The model is written from the published description, one request at a time: transformers' Qwen2 as the language model
 and in the audio VAE, everything again in each step, and recordings decoded whole. Its modules have the names on disk.
+
+With ``experts`` the language model is of the kind of Ming-omni-tts-16.8B-A3B, for which transformers has no class. Its
+Qwen2Moe computes the same where the gate of the shared expert is zero, which counts that expert half, and the expert's
+last weights are twice those on disk; ``bailing_tensors`` renames and joins the tensors as they lie there.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ SPECIALS = (
     "<audio>",
     "<audioPatch>",
 )
+EXPERT_SPECIALS = ("<|endoftext|>", "<role>", "</role>", "<spk>", "</spk>", "<audio>", "<audioPatch>")
 CAPTION = (
     '{"audio_sequence": [{"序号": 1, "说话人": "speaker_1", "方言": null, "风格": "soft", "语速": null, "基频": null, '
     '"音量": null, "情感": null, "BGM": {"Genre": null, "Mood": null, "Instrument": null, "Theme": null, "ENV": null, '
@@ -207,9 +212,11 @@ class PlainMing(nn.Module):
 
 
 def noise_of(seed: int, step: int) -> Tensor:
-    """The random numbers are ours to choose; these are the ones that the engine documents."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    return torch.randn(11, PATCH, LATENT, generator=generator)
+    """The random numbers are the engine's to choose: of a seed and a step, whatever else runs."""
+    from sgl_omni.engine.sampler import normal, seed_key, step_keys
+
+    keys = step_keys(torch.tensor([seed_key(seed)]), torch.tensor([step]))
+    return normal(keys, 11 * PATCH * LATENT).view(11, PATCH, LATENT)
 
 
 def turned(x: Tensor) -> Tensor:
@@ -224,29 +231,38 @@ class Tiny:
     folder: Path
     model: PlainMing
     tokenizer: Any
+    experts: bool = False
 
     def prompt(self, text: str, spoken: str | None = None, caption: str | None = None) -> tuple[list[int], int]:
         """Ids and the place of the speaker, as the published code puts them together."""
-        encode = self.tokenizer.encode
-        ids = encode("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n") + encode("<|im_start|>user\n")
+        encode, experts = self.tokenizer.encode, self.experts
+        begins, holds, ends = "<|vision_start|>", "<|vision_pad|>", "<|vision_end|>\n"
+        if experts:
+            begins, holds, ends = "<spk>", "<audioPatch>", "</spk>\n"
+            ids = encode("<role>HUMAN</role>")
+        else:
+            ids = encode("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n") + encode("<|im_start|>user\n")
         ids += encode("Please generate speech based on the following description.\n")
         at = -1
         if spoken is None:
-            ids += encode("  speaker_1:") + encode("<|vision_start|>")
+            ids += encode("  speaker_1:") + encode(begins)
             at = len(ids)
-            ids += encode("<|vision_pad|>") + encode("<|vision_end|>\n")
+            ids += encode(holds) + encode(ends)
         ids += encode(" Text input:\n") + encode(spoken or "") + encode(text)
-        ids += encode("<|im_end|>\n") + encode("<|im_start|>assistant\n")
+        if experts:
+            ids += encode("<role>ASSISTANT</role>")
+        else:
+            ids += encode("<|im_end|>\n") + encode("<|im_start|>assistant\n")
         if caption is not None:
             ids += encode(caption) + encode("<|endoftext|>")
         return ids + encode("<audio>"), at
 
 
-def build(folder: Path) -> Tiny:
+def build(folder: Path, *, experts: bool = False) -> Tiny:
     import transformers
 
     torch.manual_seed(7)
-    tokenizer = write_tokenizer(folder)
+    tokenizer = write_tokenizer(folder, EXPERT_SPECIALS if experts else SPECIALS)
 
     def backbone(layers: int, **options: Any) -> Any:
         return transformers.Qwen2Config(
@@ -266,7 +282,8 @@ def build(folder: Path) -> Tiny:
         return config
 
     vae = PlainVae(windowed(2), windowed)
-    model = PlainMing(transformers.Qwen2ForCausalLM(backbone(2, tie_word_embeddings=True)), vae).eval()
+    plain = mixed(tokenizer) if experts else transformers.Qwen2ForCausalLM(backbone(2, tie_word_embeddings=True))
+    model = PlainMing(plain, vae).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -276,12 +293,15 @@ def build(folder: Path) -> Tiny:
         # A strong field would enlarge rounding from step to step.
         model.flowloss["cfm"]["model"].final_layer["linear"].weight.mul_(0.25)
         vae.decoder["head"]["out"].weight.mul_(0.5)
-    balance(model, tokenizer, folder)
+        for name, parameter in model.named_parameters():
+            if "shared_expert_gate" in name:
+                parameter.zero_()
+    balance(Tiny(folder, model, tokenizer, experts))
     said = {"latent_dim": LATENT}
     config = {
         "architectures": ["BailingMMNativeForConditionalGeneration"],
-        "model_type": "dense",
-        "llm_config": as_json(model.model.config),
+        "model_type": "bailingmm" if experts else "dense",
+        "llm_config": BAILING | {"vocab_size": len(tokenizer)} if experts else as_json(model.model.config),
         "ditar_config": {
             "hidden_size": 24,
             "depth": 2,
@@ -301,22 +321,101 @@ def build(folder: Path) -> Tiny:
     }
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {n: t.detach().clone().contiguous() for n, t in model.state_dict().items() if n != "model.lm_head.weight"}
-    save_file(tensors, folder / "model.safetensors")
-    return Tiny(folder, model, tokenizer)
+    save_file(bailing_tensors(tensors) if experts else tensors, folder / "model.safetensors")
+    return Tiny(folder, model, tokenizer, experts)
+
+
+BAILING = {
+    "model_type": "bailing_moe",
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 600000,
+    "rope_scaling": {"type": "3D", "factor": None},
+    "max_position_embeddings": 512,
+    "first_k_dense_replace": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "num_shared_experts": 2,
+    "norm_topk_prob": True,
+    "multi_gate": True,
+    "norm_head": False,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+}
+
+
+def mixed(tokenizer: Any) -> Any:
+    """The language model that ``BAILING`` says, as transformers' Qwen2Moe."""
+    import transformers
+
+    copied = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    copied += ("rms_norm_eps", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=len(tokenizer),
+        shared_expert_intermediate_size=2 * 12,
+        mlp_only_layers=[0],
+        qkv_bias=False,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 600000.0},
+        tie_word_embeddings=True,  # so that there is no head to leave on disk; the model has no use for one
+        **{name: BAILING[name] for name in copied},
+    )
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
+def bailing_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As BailingMoe's lie on disk; with gates for sound and pictures, which are not used in speech."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith("model.model."):
+            found[name] = tensor
+        elif "embed_tokens" in name:
+            found[name.replace("embed_tokens", "word_embeddings")] = tensor
+        elif name.endswith("q_proj.weight"):
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            found[name.replace("self_attn.q_proj", "attention.query_key_value")] = torch.cat(parts)
+        elif name.endswith("o_proj.weight"):
+            found[name.replace("self_attn.o_proj", "attention.dense")] = tensor
+        elif name.endswith("experts.gate_up_proj"):
+            for i, expert in enumerate(tensor):
+                for part, weight in zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True):
+                    found[name.replace("gate_up_proj", f"{i}.{part}.weight")] = weight.clone()
+        elif name.endswith("experts.down_proj"):
+            for i, weight in enumerate(tensor):
+                found[name.replace("down_proj", f"{i}.down_proj.weight")] = weight.clone()
+        elif ".shared_expert." in name:
+            half = 0.5 if "down_proj" in name else 1.0
+            found[name.replace("shared_expert", "shared_experts")] = tensor * half
+        elif name.endswith("mlp.gate.weight"):
+            found |= {name: tensor, **{name.replace("gate.", f"{k}_gate."): -tensor for k in ("audio", "image")}}
+        elif not name.endswith(("k_proj.weight", "v_proj.weight", "shared_expert_gate.weight")):
+            found[name] = tensor
+    found["model.lm_head.weight"] = torch.zeros(found["model.model.word_embeddings.weight"].shape)
+    return found
 
 
 def as_json(config: Any) -> dict[str, Any]:
     return json.loads(config.to_json_string(use_diff=False))
 
 
-def balance(model: PlainMing, tokenizer: Any, folder: Path) -> None:
+def balance(tiny: Tiny) -> None:
     """Sharp attention, and a head of the end that is as often above as below a half."""
+    model = tiny.model
     with torch.no_grad():
         for layer in model.model.model.layers:
             layer.self_attn.q_proj.weight.mul_(1.5)
         model.stop_head.weight.mul_(0.0)
         model.stop_head.bias.copy_(torch.tensor([1.0, 0.0]))
-        tiny, states = Tiny(folder, model, tokenizer), []
+        states: list[Tensor] = []
         hook = model.stop_head.register_forward_pre_hook(lambda _, given: states.append(given[0].clone()))
         for i, text in enumerate(TEXTS):
             ids, at = tiny.prompt(text)
@@ -329,7 +428,8 @@ def balance(model: PlainMing, tokenizer: Any, folder: Path) -> None:
         model.stop_head.bias.copy_(torch.tensor([0.0, float(-sizes.mean() - 0.8 * sizes.std())]))
 
 
-def write_tokenizer(folder: Path) -> Any:
+def write_tokenizer(folder: Path, specials: tuple[str, ...]) -> Any:
+    """With ``EXPERT_SPECIALS``, its class is said to be code of the model's authors."""
     import tokenizers
     import transformers
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -339,11 +439,16 @@ def write_tokenizer(folder: Path) -> Any:
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300,
-        special_tokens=list(SPECIALS),
+        special_tokens=list(specials),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     made.train_from_iterator([*TEXTS, "You are a helpful assistant user speech based description"], trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
+    end = "<|endoftext|>" if specials is EXPERT_SPECIALS else "<|im_end|>"
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end)
     tokenizer.save_pretrained(folder)
+    if specials is EXPERT_SPECIALS:
+        own = {"AutoTokenizer": ["tokenization_bailing.BailingTokenizer", None]}
+        config = {"tokenizer_class": "BailingTokenizer", "auto_map": own, "eos_token": end, "add_bos_token": False}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return tokenizer

@@ -11,6 +11,7 @@ from engine_kernels import (
     check_add_norm,
     check_added,
     check_attention,
+    check_bits,
     check_moe,
     check_places,
     check_sampling,
@@ -69,6 +70,7 @@ def test_a_product_in_two_halves() -> None:
 
 def test_both_ends_of_a_step() -> None:
     check_state("cuda")
+    check_bits("cuda")
 
 
 @DTYPES

@@ -35,6 +35,7 @@ for rows, experts, choices in ((1, 4, 1), (5, 4, 2), (3, 16, 4), (70, 6, 3)):
     off = checks.check_moe("cpu", torch.float32, rows=rows, experts=experts, choices=choices)
     assert off < 3e-6, ("moe", rows, experts, choices, off)
 checks.check_state("cpu")
+checks.check_bits("cpu")
 assert checks.check_added("cpu") < 1e-6
 for splits in (1, 3):
     assert checks.check_places("cpu", torch.float32, splits) < 3e-6, splits

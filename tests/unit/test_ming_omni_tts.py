@@ -13,17 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgl_omni.engine.checkpoint import CheckpointError
+from sgl_omni.engine.device_rows import DeviceRows
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
+from sgl_omni.engine.row_state import RowState
 from sgl_omni.errors import InvalidRequest, StartupError
-from sgl_omni.models.ming_omni_tts.model import MingModel
+from sgl_omni.models.ming_omni_tts.model import MingModel, _with_latents
 from sgl_omni.models.ming_omni_tts.pipeline import MingOmniTTSPipelineConfig
 from sgl_omni.models.ming_omni_tts.preprocess import SpeechPreprocessor
 from sgl_omni.models.ming_omni_tts.prompt import PromptWriter, caption
 from sgl_omni.models.ming_omni_tts.spec import MingSpec
 from sgl_omni.models.ming_omni_tts.task import MingTask
-from sgl_omni.models.ming_omni_tts.vae import VaeDecoder, VaeEncoder, VaeStream
+from sgl_omni.models.ming_omni_tts.vae import VaeEncoder, VaeStream
 from sgl_omni.text.tokenizer import TextTokenizer
 
 pytest.importorskip("transformers")
@@ -47,7 +50,6 @@ class Case:
 class Ming:
     tiny: Tiny
     model: MingModel
-    vae: VaeDecoder
     cases: dict[str, Case]
 
 
@@ -66,12 +68,12 @@ def ming(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Ming:
             payload = {"ids": np.asarray(ids), "speaker_at": at, **options}
             payload |= {"latents": latents.numpy()} if heard else {}
             cases[f"{kind} {i}"] = Case(payload, said, tiny.model.audio.decode(said).numpy().clip(-1, 1), reason)
-    return Ming(tiny, MingModel.load(tiny.folder), VaeDecoder.load(tiny.folder), cases)
+    return Ming(tiny, MingModel.load(tiny.folder), cases)
 
 
-def engine_for(ming: Ming, **settings: Any) -> AutoregressiveEngine:
+def engine_for(ming: Ming, *, device_rows: bool = False, **settings: Any) -> AutoregressiveEngine:
     options = EngineSettings(**{"max_total_tokens": 4096, "page_size": 1, **settings})
-    return AutoregressiveEngine.build(ming.model, MingTask(ming.model, ming.vae), options)
+    return AutoregressiveEngine.build(ming.model, MingTask(ming.model), options, device_rows=device_rows)
 
 
 def test_the_cases_end_by_the_head_and_by_the_limit(ming: Ming) -> None:
@@ -81,9 +83,10 @@ def test_the_cases_end_by_the_head_and_by_the_limit(ming: Ming) -> None:
 
 
 @pytest.mark.parametrize("pool", [4096, 180])
-@pytest.mark.parametrize("chunk", [7, 2048])
-def test_audio_equals_the_plain_model(ming: Ming, churn: Any, pool: int, chunk: int) -> None:
-    engine = engine_for(ming, max_total_tokens=pool, chunked_prefill_tokens=chunk)
+@pytest.mark.parametrize(("chunk", "device_rows"), [(7, False), (2048, False), (7, True), (2048, True)])
+def test_audio_equals_the_plain_model(ming: Ming, churn: Any, pool: int, chunk: int, device_rows: bool) -> None:
+    engine = engine_for(ming, max_total_tokens=pool, chunked_prefill_tokens=chunk, device_rows=device_rows)
+    assert not ming.model.asks_host
     seen = churn(engine, {name: case.payload for name, case in ming.cases.items()}, f"{pool} {chunk}")
     assert (engine.stats()["retractions"] > 0) == (pool < 4096)
     for name, case in ming.cases.items():
@@ -94,6 +97,29 @@ def test_audio_equals_the_plain_model(ming: Ming, churn: Any, pool: int, chunk: 
         assert np.abs(audio - case.audio).max() < TOLERANCE, name
 
 
+def test_a_step_in_device_rows_asks_the_host_nothing(ming: Ming) -> None:
+    """On fake tensors, which have no values to look at."""
+    model = ming.model
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rows = DeviceRows(4, model.columns, 2, 0, "cpu", kept_shape=model.kept_shape)
+        hidden = torch.zeros(3, model.spec.decoder.hidden_size)
+        at = torch.arange(3)
+        state = RowState(rows, at, at, at)
+        ids = state.choose(model.rule_rows(model.logits(hidden), state))
+        found, ends = model.finish_rows(ids, hidden, state)
+        embedded = model.embed_ids(found)
+    assert (tuple(found.shape), ends) == ((3, 1 + PATCH * LATENT), None)
+    assert embedded.shape == hidden.shape
+
+
+def test_latents_go_through_ids_bit_by_bit(ming: Ming) -> None:
+    latents = torch.randn(5, PATCH, LATENT)
+    latents[0, 0, :4] = torch.tensor([0.0, -0.0, 1e-42, -3e38])
+    rows = _with_latents(torch.ones(5, 1, dtype=torch.int64), latents)
+    found = ming.model.latents_of(torch.tensor(rows.tolist()))
+    assert torch.equal(found.view(torch.int32), latents.view(torch.int32)) and rows[:, 0].tolist() == [1] * 5
+
+
 def test_latents_equal_the_plain_model(ming: Ming) -> None:
     said: dict[str, torch.Tensor] = {}
 
@@ -102,9 +128,7 @@ def test_latents_equal_the_plain_model(ming: Ming) -> None:
             said[request.id] = torch.cat(request.task.latents)
             return super().result(request)
 
-    engine = AutoregressiveEngine.build(
-        ming.model, Recording(ming.model, ming.vae), EngineSettings(max_total_tokens=4096)
-    )
+    engine = AutoregressiveEngine.build(ming.model, Recording(ming.model), EngineSettings(max_total_tokens=4096))
     for name, case in ming.cases.items():
         engine.add(name, case.payload)
     while engine.has_work:
@@ -117,7 +141,7 @@ def test_latents_equal_the_plain_model(ming: Ming) -> None:
 def test_decoding_in_pieces_gives_the_audio_of_the_whole(ming: Ming, pieces: list[int]) -> None:
     latents = torch.randn(30, LATENT, generator=torch.Generator().manual_seed(1))
     stream, parts = VaeStream(), latents.split(pieces)
-    audio = torch.cat([ming.vae.decode(part, stream, last=i == len(parts) - 1) for i, part in enumerate(parts)])
+    audio = torch.cat([ming.model.vae.decode(part, stream, last=i == len(parts) - 1) for i, part in enumerate(parts)])
     expected = ming.tiny.model.audio.decode(latents)
     assert audio.shape == expected.shape == (30 * VAE_PATCH * 8,)
     assert (audio - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -142,7 +142,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _sentences(resolved: ResolvedConfig) -> list[dict[str, Any]]:
-    """Each sentence as likely as can be, and drawn with a seed."""
+    """Each sentence as likely as can be, and drawn; all with a seed, as some models begin from noise."""
     try:
         task = None if resolved.model_path is None else resolved.cls.tasks(resolved.model_path).speech
     except InvalidRequest as error:
@@ -150,5 +150,5 @@ def _sentences(resolved: ResolvedConfig) -> list[dict[str, Any]]:
     if task is None:
         raise StartupError("this pipeline does not speak; give --payloads FILE with requests for its entry stage")
     base = {"voice": task.default_voice, "speed": 1.0, "temperature": 0.0}
-    spoken = [{"input": text, **base} for text in SENTENCES]
-    return [*spoken, *({**payload, "temperature": 0.7, "seed": i} for i, payload in enumerate(spoken))]
+    spoken = [{"input": text, "seed": i, **base} for i, text in enumerate(SENTENCES)]
+    return [*spoken, *({**payload, "temperature": 0.7} for payload in spoken)]

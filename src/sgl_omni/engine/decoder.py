@@ -32,12 +32,15 @@ def attention_of(layer: int, config: DecoderConfig, shard: Shard) -> Attention:
         out_bias=config.out_bias,
         qk_norm_eps=config.norm_eps if config.qk_norm else None,
         window=config.windows[layer],
+        qkv_name=config.names.qkv,
+        out_name=config.names.out,
     )
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, index: int, config: DecoderConfig, shard: Shard) -> None:
         super().__init__()
+        self._attention_name = config.names.attention
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = attention_of(index, config, shard)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -57,7 +60,7 @@ class DecoderLayer(nn.Module):
 
     def slots(self, name: str) -> Iterator[Slot]:
         yield from self.input_norm.slots(f"{name}.input_layernorm")
-        yield from self.attention.slots(f"{name}.self_attn")
+        yield from self.attention.slots(f"{name}.{self._attention_name}")
         yield from self.mlp_norm.slots(f"{name}.post_attention_layernorm")
         yield from self.mlp.slots(f"{name}.mlp")
 

@@ -13,21 +13,38 @@ from sgl_omni.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)
+class Names:
+    """What parts of a decoder are called on disk. ``qkv``: the layer that is q, k and v in one, where there is one."""
+
+    embedding: str = "embed_tokens"
+    attention: str = "self_attn"
+    qkv: str | None = None
+    out: str = "o_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """What a model type does that its config does not say.
 
-    ``qkv_bias`` and ``out_bias``: always (true), never (false), or as ``attention_bias`` says (none).
+    ``qkv_bias`` and ``out_bias``: always (true), never (false), or as the fields ``bias_keys`` say (none).
     """
 
     qkv_bias: bool | None = None
     out_bias: bool | None = None
+    bias_keys: tuple[str, str] = ("attention_bias", "attention_bias")
     qk_norm: bool = False
     experts: bool = False
     window_everywhere: bool = False
+    names: Names = Names()
 
 
 _QWEN3 = Family(qk_norm=True)
 _QWEN3_MOE = Family(qk_norm=True, experts=True)
+_BAILING_MOE = Family(
+    bias_keys=("use_qkv_bias", "use_bias"),
+    experts=True,
+    names=Names("word_embeddings", "attention", "query_key_value", "dense"),
+)
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -43,6 +60,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_omni_moe_talker_code_predictor": _QWEN3,
         "qwen3_tts_talker": _QWEN3,
         "qwen3_tts_talker_code_predictor": _QWEN3,
+        "bailing_moe": _BAILING_MOE,
     }
 )
 
@@ -66,6 +84,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     moe: MoEConfig | None = None
+    names: Names = Names()
     vocab_size: int = 0
     tied_embeddings: bool = False
     max_positions: int | None = None
@@ -81,7 +100,7 @@ class DecoderConfig:
         if config.get("hidden_act", "silu") != "silu":
             raise StartupError(f"activation {config['hidden_act']!r} is not supported; the decoder has silu")
         layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
-        bias = bool(config.get("attention_bias", False))
+        qkv_bias, out_bias = (bool(config.get(key, False)) for key in family.bias_keys)
         moe = _moe(config) if family.experts else None
         return cls(
             hidden_size=config["hidden_size"],
@@ -94,11 +113,12 @@ class DecoderConfig:
             rope=RopeConfig.parse(config),
             windows=_windows(config, family, layers),
             sparse=_sparse_layers(config, layers) if moe else (False,) * layers,
-            qkv_bias=bool(config.get("qkv_bias", True)) if family.qkv_bias else family.qkv_bias is None and bias,
-            out_bias=bias if family.out_bias is None else family.out_bias,
+            qkv_bias=bool(config.get("qkv_bias", True)) if family.qkv_bias else family.qkv_bias is None and qkv_bias,
+            out_bias=out_bias if family.out_bias is None else family.out_bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=family.qk_norm,
             moe=moe,
+            names=family.names,
             vocab_size=config.get("vocab_size", 0),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             max_positions=config.get("max_position_embeddings"),
@@ -116,18 +136,21 @@ def _moe(config: Mapping[str, Any]) -> MoEConfig | None:
     experts = config.get("num_experts") or config.get("num_local_experts")
     if not experts:
         return None
+    size, together = config["moe_intermediate_size"], config.get("num_shared_experts") or 0
     return MoEConfig(
         num_experts=experts,
         experts_per_token=config["num_experts_per_tok"],
-        intermediate_size=config["moe_intermediate_size"],
+        intermediate_size=size,
         normalise=bool(config.get("norm_topk_prob", False)),
-        shared_size=config.get("shared_expert_intermediate_size") or 0,
+        shared_size=together * size or config.get("shared_expert_intermediate_size") or 0,
+        shared_gated=not together,
     )
 
 
 def _sparse_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
-    return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    first = config.get("first_k_dense_replace") or 0
+    return tuple(i >= first and i not in dense and (i + 1) % step == 0 for i in range(layers))
 
 
 def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sgl_omni.engine.request import Request
-from sgl_omni.engine.row_memory import AddedRows, SeenRows, to_device
+from sgl_omni.engine.row_memory import AddedRows, KeptRows, SeenRows, to_device
 from sgl_omni.engine.sampler import seed_key
 
 _LARGEST_FLOAT = 3.0e38
@@ -56,14 +57,18 @@ class DeviceRows:
         seen_prompt: bool = False,
         added_places: int = 0,
         inputs_like: Tensor | None = None,
+        kept_shape: Sequence[int] = (),
+        begin_kept: Callable[[Request], Tensor] | None = None,
     ) -> None:
         """``seen_vocabulary``: ids of column 0 that are remembered, of outputs, and with ``seen_prompt`` of prompts.
         ``added_places``: arriving rows that are kept ready for each request, of the kind of ``inputs_like``
-        [1, hidden].
+        [1, hidden]. ``kept_shape`` and ``begin_kept``: see ``StepModel``.
         """
         self.padding = rows
         self.seen = SeenRows(rows + 1, seen_vocabulary, device, prompts=seen_prompt) if seen_vocabulary else None
         self.added = None if inputs_like is None else AddedRows(rows + 1, added_places, inputs_like)
+        self.kept = KeptRows(rows + 1, kept_shape, device) if kept_shape else None
+        self._begin_kept = begin_kept
         self.fields = torch.zeros(rows + 1, len(Field) + columns, dtype=torch.int32, device=device)
         """[rows + 1, fields, then the ids of the last output]"""
         self.tables = torch.full((rows + 1, pages_per_row), scratch_page, dtype=torch.int32, device=device)
@@ -83,6 +88,8 @@ class DeviceRows:
             began = True
             if self.seen is not None:
                 self.seen.begin(request)
+            if self.kept is not None and self._begin_kept is not None:
+                self.kept.begin(row, self._begin_kept(request))
         if self.added is not None:
             self.added.follow(request, began)
         known, pages = self._pages[row], request.pages
@@ -95,7 +102,7 @@ class DeviceRows:
 
     def flush(self) -> None:
         """Sends what was noted, behind the steps that were launched before."""
-        for memory in (self.seen, self.added):
+        for memory in (self.seen, self.added, self.kept):
             if memory is not None:
                 memory.flush()
         if self._field_updates:

@@ -83,6 +83,8 @@ class DeviceRunner:
             seen_prompt=model.seen_prompt,
             added_places=_ADDED_PLACES,
             inputs_like=_inputs_like(model) if takes_inputs else None,
+            kept_shape=model.kept_shape,
+            begin_kept=model.begin_kept,
         )
         self._sources = sources
         self._step = DeviceStep(model, cache, self._rows, sources)

@@ -164,7 +164,7 @@ class DeviceStep:
         if inputs.ends.shape[0] == 0:
             return StepOutput(inputs.ids[:0], hidden)
         chosen_from = hidden[inputs.ends]
-        state = RowState(self._rows, inputs.rows, inputs.ends)
+        state = RowState(self._rows, inputs.rows, inputs.ends, inputs.targets)
         ids = state.choose(model.rule_rows(model.logits(chosen_from), state))
         ids, own_ends = model.finish_rows(ids, chosen_from, state)
         ids = advance_rows(ids, inputs, positions, fields, model.pattern, self._delays)

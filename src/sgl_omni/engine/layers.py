@@ -159,7 +159,10 @@ class Attention(nn.Module):
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
         window: int | None = None,
+        qkv_name: str | None = None,
+        out_name: str = "o_proj",
     ) -> None:
+        """``qkv_name``: on disk, q, k and v are one layer of that name."""
         super().__init__()
         self._layer = layer
         self._head_dim = head_dim
@@ -167,10 +170,19 @@ class Attention(nn.Module):
         self._norm_eps = qk_norm_eps or 0.0
         self._heads = heads = shard.part(num_heads, "attention heads")
         first_kv, kv_heads = shard.kv_heads(num_kv_heads)
-        q = Columns("q_proj", num_heads * head_dim, shard.index * heads * head_dim, heads * head_dim)
-        k = Columns("k_proj", num_kv_heads * head_dim, first_kv * head_dim, kv_heads * head_dim)
-        v = Columns("v_proj", k.total, k.start, k.count)
-        self.qkv = MergedLinear(hidden_size, [q, k, v], bias=qkv_bias)
+        total = num_heads + 2 * num_kv_heads
+        columns = [
+            Columns(part, count * head_dim, start * head_dim, own * head_dim)
+            if qkv_name is None
+            else Columns(qkv_name, total * head_dim, (before + start) * head_dim, own * head_dim)
+            for part, count, before, start, own in (
+                ("q_proj", num_heads, 0, shard.index * heads, heads),
+                ("k_proj", num_kv_heads, num_heads, first_kv, kv_heads),
+                ("v_proj", num_kv_heads, num_heads + num_kv_heads, first_kv, kv_heads),
+            )
+        ]
+        self._out_name = out_name
+        self.qkv = MergedLinear(hidden_size, columns, bias=qkv_bias)
         self.out = RowLinear(num_heads * head_dim, hidden_size, shard, bias=out_bias)
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
@@ -188,7 +200,7 @@ class Attention(nn.Module):
 
     def slots(self, name: str) -> Iterator[Slot]:
         yield from self.qkv.slots(name)
-        yield from self.out.slots(f"{name}.o_proj")
+        yield from self.out.slots(f"{name}.{self._out_name}")
         if self.q_norm is not None and self.k_norm is not None:
             yield from self.q_norm.slots(f"{name}.q_norm")
             yield from self.k_norm.slots(f"{name}.k_norm")

@@ -47,6 +47,13 @@ class StepModel(ABC):
     seen_prompt: bool = False
     """Whether those of a prompt of ids count among them, or outputs only."""
 
+    kept_shape: tuple[int, ...] = ()
+    """Of numbers that device rows keep of each request for ``finish_rows``; empty for none."""
+
+    def begin_kept(self, request: Request) -> Tensor:
+        """What they are before the next output of a request, which may have some already: float32 ``kept_shape``."""
+        raise NotImplementedError
+
     @property
     def asks_host(self) -> bool:
         """Whether rules of the model look at requests and have no counterpart for device rows, where it cannot run."""
@@ -297,7 +304,7 @@ class CausalModel(LoadedModel):
         return nn.functional.linear(self.hidden_state(hidden, LAST), weight).unflatten(-1, (self.columns, -1))
 
     def slots(self, prefix: str, head: str) -> Iterator[Slot]:
-        yield from self.embedding.slots(f"{prefix}embed_tokens")
+        yield from self.embedding.slots(f"{prefix}{self.config.names.embedding}")
         yield from self.decoder.slots(prefix)
         if self.head is not None:
             yield Slot(f"{head}.weight", self.head, tuple(self.head.shape))

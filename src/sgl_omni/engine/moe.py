@@ -17,13 +17,17 @@ from sgl_omni.engine.shard import Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """``normalise``: the weights of the experts chosen sum to one. ``shared_size`` 0: no expert that all rows use."""
+    """``normalise``: the weights of the experts chosen sum to one. ``shared_size`` 0: no expert that all rows use.
+
+    ``shared_gated``: that one counts as much as a gate of its own says; else it is added as it is.
+    """
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     normalise: bool
     shared_size: int = 0
+    shared_gated: bool = True
 
 
 class MoE(nn.Module):
@@ -38,7 +42,7 @@ class MoE(nn.Module):
         self.gate_up = parameter(config.num_experts, 2 * size, hidden_size)
         self.down = parameter(config.num_experts, hidden_size, size)
         self.shared = GatedMLP(hidden_size, config.shared_size, shard) if config.shared_size else None
-        self.shared_gate = parameter(1, hidden_size) if config.shared_size else None
+        self.shared_gate = parameter(1, hidden_size) if config.shared_size and config.shared_gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [n, hidden] -> [n, hidden]; maybe as partial sums, one a choice (``ops.partial_linear``)."""
@@ -46,9 +50,10 @@ class MoE(nn.Module):
         if self.shared is None and self._shard.size == 1:
             return routed
         routed = self._shard.reduce(whole(routed, x.dtype))
-        if self.shared is None or self.shared_gate is None:
+        if self.shared is None:
             return routed
-        return routed + F.linear(x, self.shared_gate).sigmoid() * whole(self.shared(x), x.dtype)
+        shared = whole(self.shared(x), x.dtype)
+        return routed + (shared if self.shared_gate is None else F.linear(x, self.shared_gate).sigmoid() * shared)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts and their weights, both [n, experts_per_token]."""
@@ -74,8 +79,11 @@ class MoE(nn.Module):
             yield Slot(f"{name}.experts.{i}.gate_proj.weight", gate, (full, hidden_size), 0, start)
             yield Slot(f"{name}.experts.{i}.up_proj.weight", up, (full, hidden_size), 0, start)
             yield Slot(f"{name}.experts.{i}.down_proj.weight", self.down[i], (hidden_size, full), 1, start)
-        if self.shared is not None and self.shared_gate is not None:
-            yield from self.shared.slots(f"{name}.shared_expert")
+        if self.shared is not None:
+            yield from self.shared.slots(
+                f"{name}.shared_expert" if self._config.shared_gated else f"{name}.shared_experts"
+            )
+        if self.shared_gate is not None:
             yield Slot(f"{name}.shared_expert_gate.weight", self.shared_gate, (1, hidden_size))
 
 

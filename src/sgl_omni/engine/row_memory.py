@@ -1,6 +1,8 @@
-"""What only some models keep in device rows: the ids that a request has had, and its arriving input."""
+"""What only some models keep in device rows: ids that a request has had, its arriving input, numbers of its own."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -53,6 +55,26 @@ class SeenRows:
     def note(self, rows: Tensor, ids: Tensor) -> None:
         """Part of a step: ids int64 [s] were chosen for ``rows`` int64 [s]."""
         self.flags.view(-1).index_fill_(0, rows * self.flags.shape[1] + ids, True)
+
+
+class KeptRows:
+    """Numbers that a model keeps of each request. Its steps move them on; the host says what they begin with."""
+
+    def __init__(self, rows: int, shape: Sequence[int], device: torch.device | str) -> None:
+        self.values = torch.zeros(rows, *shape, device=device)
+        """float32 [rows, *shape]"""
+        self._begun: dict[int, Tensor] = {}
+
+    def begin(self, row: int, values: Tensor) -> None:
+        """A request's state begins anew, with ``values`` in the host's memory."""
+        self._begun[row] = values
+
+    def flush(self) -> None:
+        if self._begun:
+            device = self.values.device
+            rows = to_device(np.asarray(list(self._begun)), device)
+            self.values.index_copy_(0, rows, send(torch.stack(list(self._begun.values())), device))
+            self._begun.clear()
 
 
 class AddedRows:

@@ -17,11 +17,15 @@ Choose = Callable[[Tensor, int], Tensor]
 class RowState:
     """The state of s rows. What is not asked for is not gathered, so that a plain model pays nothing for it."""
 
-    def __init__(self, rows: DeviceRows, at: Tensor, ends: Tensor) -> None:
-        """``at`` int64 [n]: the state of each row of a pass; ``ends`` int64 [s]: the rows of it that are meant."""
+    def __init__(self, rows: DeviceRows, at: Tensor, ends: Tensor, targets: Tensor | None = None) -> None:
+        """``at`` int64 [n]: the state of each row of a pass; ``ends`` int64 [s]: the rows of it that are meant.
+
+        ``targets`` int64 [s]: the states that take what comes of them, by default the same.
+        """
         self._rows = rows
         self._at = at
         self._ends = ends
+        self._targets = targets
 
     @cached_property
     def _own(self) -> Tensor:
@@ -53,6 +57,27 @@ class RowState:
         assert self._rows.seen is not None, "the model has no seen_vocabulary"
         return self._rows.seen.flags[self._own]
 
+    @property
+    def temperatures(self) -> Tensor:
+        """float32 [s]"""
+        return float_of(self.fields, Field.TEMPERATURE)
+
+    @property
+    def keys(self) -> Tensor:
+        """Of the draws of this step, int64 [s]; see ``sampler.step_keys``."""
+        return _keys(self.fields)
+
+    @property
+    def kept(self) -> Tensor:
+        """float32 [s, *``StepModel.kept_shape``]"""
+        assert self._rows.kept is not None, "the model has no kept_shape"
+        return self._rows.kept.values[self._own]
+
+    def keep(self, values: Tensor) -> None:
+        """What ``kept`` is to be in the next step."""
+        assert self._rows.kept is not None, "the model has no kept_shape"
+        self._rows.kept.values.index_copy_(0, self._own if self._targets is None else self._targets, values.float())
+
     def choose(self, logits: Tensor) -> Tensor:
         """logits [s, columns, vocabulary] -> ids int64 [s, columns] by each request's own options."""
         return choose_rows(logits, self._rows.fields, self._at, self._ends)
@@ -78,7 +103,11 @@ def choose_rows(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, firs
 
         return sampling.sample(logits, fields, rows, ends, first_column)
     state = fields[rows[ends]]
-    seeds = state[:, Field.SEED].to(torch.int64) & 0xFFFFFFFF
-    keys = step_keys(seeds, state[:, Field.STEP].to(torch.int64) + state[:, Field.DRAWN])
     temperature, top_p = float_of(state, Field.TEMPERATURE), float_of(state, Field.TOP_P)
-    return sample_masked(logits, temperature, state[:, Field.TOP_K], top_p, keys, first_column)
+    return sample_masked(logits, temperature, state[:, Field.TOP_K], top_p, _keys(state), first_column)
+
+
+def _keys(fields: Tensor) -> Tensor:
+    """int64 [n] of the state of n rows."""
+    seeds = fields[:, Field.SEED].to(torch.int64) & 0xFFFFFFFF
+    return step_keys(seeds, fields[:, Field.STEP].to(torch.int64) + fields[:, Field.DRAWN])

@@ -6,6 +6,7 @@ depends on nothing else, so it is the same in every batch, after a retraction, a
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,6 +94,14 @@ def step_keys(seed_keys: Tensor, steps: Tensor) -> Tensor:
     return _mix(seed_keys ^ steps)
 
 
+def normal(keys: Tensor, count: int) -> Tensor:
+    """Normal noise float32 [rows, count] of keys int64 [rows] (``step_keys``), for models whose outputs are floats."""
+    ids = torch.arange(2 * -(-count // 2), device=keys.device)
+    size, angle = _uniform(_mix(_mix(keys)[:, None] ^ ids)).chunk(2, -1)
+    size, angle = (-2 * size.log()).sqrt(), 2 * math.pi * angle
+    return torch.cat([size * angle.cos(), size * angle.sin()], -1)[:, :count]
+
+
 def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor, first_column: int) -> Tensor:
     """Gumbel noise on the logits that top-k and top-p leave; the largest wins."""
     scaled = logits / temperature.clamp(1e-5, 1e5)[:, None, None]
@@ -113,9 +122,12 @@ def _gumbel(keys: Tensor, ids: Tensor, first_column: int) -> Tensor:
     """Noise of each id [rows, columns, n], float32."""
     columns = torch.arange(first_column, first_column + ids.shape[1], device=ids.device)
     hashed = _mix(_mix(keys[:, None] ^ (columns * 0x632BE5AB))[..., None] ^ ids)
-    # 23 bits and a half: in float32 this is neither 0 nor 1.
-    uniform = ((hashed >> 9).float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
+    return -torch.log(-torch.log(_uniform(hashed)))
+
+
+def _uniform(hashed: Tensor) -> Tensor:
+    """23 bits and a half: in float32 this is neither 0 nor 1."""
+    return ((hashed >> 9).float() + 0.5) * 2.0**-23
 
 
 def _mix(x: Word) -> Word:

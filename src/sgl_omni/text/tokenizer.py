@@ -41,6 +41,20 @@ class TextTokenizer:
             tokenizer.chat_template = _template_apart(folder)
         return cls(tokenizer)
 
+    @classmethod
+    def of_file(cls, folder: Path) -> TextTokenizer:
+        """Reads ``tokenizer.json`` alone, for checkpoints whose tokenizer is said to be code of their own.
+
+        Raises ``StartupError`` that names the file.
+        """
+        from transformers import PreTrainedTokenizerFast
+
+        file = folder / "tokenizer.json"
+        try:
+            return cls(PreTrainedTokenizerFast(tokenizer_file=str(file)))
+        except Exception as error:  # tokenizers raises bare ones for a damaged file
+            raise StartupError(f"{file} cannot be read: {error}") from error
+
     def encode(self, text: str) -> list[int]:
         """Special tokens that the text spells are taken as such; none are added."""
         return self._encode(text)

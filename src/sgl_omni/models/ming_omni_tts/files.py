@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.folder import check_folder, find_folder
+from sgl_omni.models.folder import check_folder, find_folder, require
 
 ARCHITECTURE = "BailingMMNativeForConditionalGeneration"
+DENSE, EXPERTS = "dense", "bailingmm"
+"""What the config calls the models whose language model is Qwen2, and BailingMoe."""
+
+_LANGUAGE_MODELS = {DENSE: "qwen2", EXPERTS: "bailing_moe"}
+_EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size")
+_OTHER_EXPERTS = ("use_qk_norm", "n_group", "score_function", "moe_router_enable_expert_bias", "use_sliding_window")
+"""Of later models of that name; the one here has none of it."""
+
 _FIELDS = (
     "llm_config.hidden_size",
     "ditar_config.patch_size",
@@ -25,16 +34,32 @@ def checked(model_path: str) -> dict[str, Any]:
     """The model's config. Raises ``InvalidRequest`` that names the file or field that is missing or not supported."""
     folder = find_folder(model_path)
     config = check_folder(folder, (ARCHITECTURE,), fields=_FIELDS)
-    kind = config["llm_config"].get("model_type", "qwen2")
-    if config.get("model_type") != "dense" or kind != "qwen2":
+    file, language_model = folder / "config.json", config["llm_config"]
+    kind, known = language_model.get("model_type", "qwen2"), _LANGUAGE_MODELS.get(config.get("model_type", ""))
+    if kind != known:
+        pairs = " or ".join(f"{name!r} with {model!r}" for name, model in _LANGUAGE_MODELS.items())
         raise InvalidRequest(
-            f"{folder / 'config.json'}: model_type is {config.get('model_type')!r} with a language model {kind!r}; "
-            "only 'dense' with 'qwen2' runs, as in Ming-omni-tts-0.5B",
+            f"{file}: model_type is {config.get('model_type')!r} with a language model {kind!r}, not {pairs}",
             param="model_path",
         )
+    if known == _LANGUAGE_MODELS[EXPERTS]:
+        _check_experts(folder, language_model)
     if config["audio_tokenizer_config"].get("semantic_module_kwargs") is not None:
         raise InvalidRequest(
-            f"{folder / 'config.json'}: audio_tokenizer_config.semantic_module_kwargs is not supported",
+            f"{file}: audio_tokenizer_config.semantic_module_kwargs is not supported",
             param="model_path",
         )
     return config
+
+
+def _check_experts(folder: Path, language_model: dict[str, Any]) -> None:
+    file = folder / "config.json"
+    for field in _EXPERT_FIELDS:
+        require({"llm_config": language_model}, f"llm_config.{field}", file)
+    other = [field for field in _OTHER_EXPERTS if language_model.get(field) not in (None, False, 0, "softmax")]
+    if other:
+        raise InvalidRequest(
+            f"{file}: llm_config.{other[0]} {language_model[other[0]]!r} is not supported", param="model_path"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        raise InvalidRequest(f"{folder} holds no tokenizer.json", param="model_path")

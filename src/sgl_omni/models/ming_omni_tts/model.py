@@ -8,23 +8,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sgl_omni.audio.stretch import TimeStretch
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
-from sgl_omni.engine.decoder import Decoder, materialise
+from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding
-from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.model import LoadedModel
 from sgl_omni.engine.request import Chunk, Request
+from sgl_omni.engine.row_state import RowState
+from sgl_omni.engine.sampler import normal, seed_key, step_keys
+from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.ming_omni_tts.blocks import TIMES, Aggregator, Flow, Linear
+from sgl_omni.models.ming_omni_tts.files import ARCHITECTURE
 from sgl_omni.models.ming_omni_tts.spec import MingSpec
-from sgl_omni.models.ming_omni_tts.vae import VaeStream
+from sgl_omni.models.ming_omni_tts.vae import WINDOW, VaeDecoder, VaeStream
+
+SHARE_POLICY = SharePolicy(ARCHITECTURE, remarks="the window of the audio's frames")
 
 GUIDANCE, STIRRING = 2.0, 0.25
 """As the model's authors sample: the weight of guidance, and of noise that a temperature above 0 adds to each step."""
+
+_IGNORED = (
+    "audio.encoder.*",
+    "audio.decoder.decoder.embed_tokens.weight",
+    WINDOW,
+    "model.lm_head.weight",
+    "spk_head.*",
+    "model.model.layers.*.mlp.audio_gate.weight",
+    "model.model.layers.*.mlp.image_gate.weight",
+    "*.inv_freq",
+)
 
 _LEAST_STEPS = 4
 """The model may end its speech after one more than these."""
@@ -33,63 +49,75 @@ _LEAST_STEPS = 4
 @dataclass(slots=True, eq=False)
 class Speech:
     """What a request has said: ``latents``, each [patch, latent_size], and the last ones as the flow sees them,
-    ``history`` [history, latent_size]."""
+    ``history`` [history, latent_size], in the host's memory."""
 
     history: Tensor
-    seed: int
-    temperature: float
     speed: float
     latents: list[Tensor] = field(default_factory=list[Tensor])
     stream: VaeStream = field(default_factory=VaeStream)
     stretch: TimeStretch | None = None
-
-    def noise(self, spec: MingSpec) -> Tensor:
-        """The next step's, float32 [1 + steps, patch, latent_size]: the beginning, then what stirs each step."""
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + len(self.latents)) & 0x7FFFFFFFFFFFFFFF)
-        drawn = torch.randn(len(TIMES), spec.patch, spec.latent_size, generator=generator)
-        drawn[1:] *= STIRRING * math.sqrt(self.temperature)
-        return drawn
 
     def say(self, latents: Tensor) -> None:
         self.latents.append(latents)
         self.history = torch.cat([self.history[len(latents) :], latents])
 
 
-class MingModel(nn.Module, StepModel):
-    """A row is 1 where the speech ends with it, else 0; the latents of a row lie in its request's ``Speech``."""
+class MingModel(LoadedModel):
+    """A row is 1 where the speech ends with it, else 0, and the bits of its latents, of patch * latent_size float32.
+
+    So outputs are ids for the engine, which hands them on to the next step. Device rows keep the history beside them.
+    ``vae`` makes the latents audio; it is here so that replicas share its weights too.
+    """
 
     def __init__(self, spec: MingSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.columns = 1 + spec.patch * spec.latent_size
+        self.kept_shape = (spec.history, spec.latent_size)
         self.decoder = Decoder(spec.decoder)
         self.embedding = Embedding(spec.decoder.vocab_size, spec.decoder.hidden_size)
         self.flow = Flow(spec)
         self.aggregator = Aggregator(spec)
         self.end = Linear(spec.decoder.hidden_size, 2)
+        self.vae = VaeDecoder(spec.vae)
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> MingModel:
-        """Reads a checkpoint but for its audio VAE, the unused text head, and the projection of speakers' vectors."""
+    def load(
+        cls,
+        folder: Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        weights: WeightStore | None = None,
+    ) -> MingModel:
+        """Reads a checkpoint but for the VAE's encoder, the unused text head, the projection of speakers' vectors, and
+        the experts' gates for sound and pictures, as the published code chooses by the one for text.
+
+        Its tensors live where ``weights`` says, in memory of their own by default.
+        """
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(MingSpec.parse(checkpoint.config()))
-        materialise(model, device, dtype)
-        checkpoint.load(model.slots(), ignore=["audio.*", "model.lm_head.weight", "spk_head.*", "*.inv_freq"])
-        return model.eval()
+        model.take_weights(
+            checkpoint,
+            weights,
+            lambda: checkpoint.load(model.slots(), ignore=_IGNORED),
+            device=device,
+            dtype=dtype,
+            policy=SHARE_POLICY,
+        )
+        model.vae.read_window(checkpoint, device)
+        return model
 
     @property
     def kv_shape(self) -> KVShape:
         return self.decoder.kv_shape
 
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.weight.device
-
     @torch.inference_mode()
     def embed_prompt(self, ids: Tensor, speaker_at: int, latents: Tensor) -> Tensor:
         """ids int64 [length], the place of a speaker that is not told or -1, and a reference's latents
         [n * patch, latent_size], which follow -> float32 [length + n, hidden]."""
-        x = self.embed_ids(ids[:, None].to(self.device))
+        x: Tensor = self.embedding(ids[:, None].to(self.device))
         if speaker_at >= 0:
             x[speaker_at] = 0
         if len(latents):
@@ -98,8 +126,13 @@ class MingModel(nn.Module, StepModel):
         return x.float().cpu()
 
     def embed_ids(self, ids: Tensor) -> Tensor:
-        x: Tensor = self.embedding(ids)
+        """Of outputs; prompts are embedded already."""
+        x: Tensor = self.aggregator(self.latents_of(ids).to(self.end.weight))
         return x
+
+    def latents_of(self, rows: Tensor) -> Tensor:
+        """int64 [n, columns] -> float32 [n, patch, latent_size]"""
+        return rows[:, 1:].to(torch.int32).view(torch.float32).unflatten(1, (self.spec.patch, -1))
 
     def embed(self, chunks: Sequence[Chunk]) -> Tensor:
         weight = self.embedding.weight
@@ -128,22 +161,51 @@ class MingModel(nn.Module, StepModel):
         return self.end(hidden)[:, None]
 
     def rule(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        early = torch.tensor([len(request.outputs) < _LEAST_STEPS for request in requests], device=logits.device)
-        forbidden = F.pad(early[:, None, None], (1, 0))
-        return logits.masked_fill(forbidden, float("-inf"))
+        return _decided(logits, torch.tensor([len(request.outputs) for request in requests], device=logits.device))
+
+    def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
+        return _decided(logits, state.steps)
 
     def complete(self, rows: Tensor, hidden: Tensor, requests: Sequence[Request]) -> Tensor:
-        """Makes the rows' latents, and leaves the rows as they are."""
-        speeches: list[Speech] = [request.task for request in requests]
-        noise = torch.stack([speech.noise(self.spec) for speech in speeches], 1).to(hidden.device)
-        history = torch.stack([speech.history for speech in speeches])
-        for speech, latents in zip(speeches, self.flow(hidden, history, noise[0], GUIDANCE, noise[1:]), strict=True):
-            speech.say(latents)
-        return rows
+        seeds = torch.tensor([seed_key(request.sampling.seed) for request in requests], device=hidden.device)
+        steps = torch.tensor([len(request.outputs) for request in requests], device=hidden.device)
+        temperatures = torch.tensor([request.sampling.temperature for request in requests], device=hidden.device)
+        history = torch.stack([request.task.history for request in requests]).to(hidden.device)
+        return _with_latents(rows, self._next_latents(hidden, history, step_keys(seeds, steps), temperatures))
+
+    def finish_rows(self, ids: Tensor, hidden: Tensor, state: RowState) -> tuple[Tensor, None]:
+        history = state.kept
+        latents = self._next_latents(hidden, history, state.keys, state.temperatures)
+        state.keep(torch.cat([history[:, self.spec.patch :], latents], 1))
+        return _with_latents(ids, latents), None
+
+    def begin_kept(self, request: Request) -> Tensor:
+        history: Tensor = request.task.history
+        return history
+
+    def _next_latents(self, hidden: Tensor, history: Tensor, keys: Tensor, temperatures: Tensor) -> Tensor:
+        """Of n requests: float32 [n, patch, latent_size]."""
+        shape = (len(TIMES), self.spec.patch, self.spec.latent_size)
+        noise = normal(keys, math.prod(shape)).unflatten(1, shape).transpose(0, 1)
+        stirring = noise[1:] * (STIRRING * temperatures.sqrt()[:, None, None])
+        latents: Tensor = self.flow(hidden, history, noise[0], GUIDANCE, stirring)
+        return latents
 
     def slots(self) -> Iterator[Slot]:
-        yield from self.embedding.slots("model.model.embed_tokens")
+        yield from self.embedding.slots(f"model.model.{self.spec.decoder.names.embedding}")
         yield from self.decoder.slots("model.model.")
         yield from self.flow.slots("flowloss.cfm.model.")
         yield from self.aggregator.slots("linear_proj_audio.")
         yield from self.end.slots("stop_head")
+        yield from self.vae.slots("audio.decoder.")
+
+
+def _decided(logits: Tensor, steps: Tensor) -> Tensor:
+    """Leaves one of the two outcomes, the likelier, whatever the temperature, which is the flow's."""
+    ends = (logits[..., 1] > logits[..., 0]) & (steps[:, None] >= _LEAST_STEPS)
+    return logits.masked_fill(torch.stack([ends, ~ends], -1), float("-inf"))
+
+
+def _with_latents(rows: Tensor, latents: Tensor) -> Tensor:
+    """int64 [n, 1] and float32 [n, patch, latent_size] -> whole rows int64 [n, columns]."""
+    return torch.cat([rows, latents.contiguous().view(torch.int32).flatten(1).to(torch.int64)], 1)

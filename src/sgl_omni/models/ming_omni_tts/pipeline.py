@@ -20,6 +20,7 @@ class MingOmniTTSPipelineConfig(PipelineConfig):
 
     model_ids: ClassVar[tuple[str, ...]] = ("inclusionAI/Ming-omni-tts-0.5B", "inclusionAI/Ming-omni-tts-16.8B-A3B")
     architectures: ClassVar[tuple[str, ...]] = (ARCHITECTURE,)
+    shareable_architectures: ClassVar[tuple[str, ...]] = (ARCHITECTURE,)
     engine_stages: ClassVar[tuple[str, ...]] = ("tts_engine",)
     process_local_edges: ClassVar[tuple[tuple[str, str], ...]] = ()
     default_stages: ClassVar[dict[str, dict[str, Any]]] = {

@@ -18,6 +18,30 @@ _STYLE = "风格"
 
 
 @dataclass(frozen=True, slots=True)
+class Marks:
+    """Pieces of the prompt that the language model decides; each is a text of its own for the tokenizer.
+
+    ``speaker``: what begins a speaker's vector, holds its place, and ends it.
+    """
+
+    user: tuple[str, ...]
+    speaker: tuple[str, str, str]
+    answer: tuple[str, ...]
+
+
+DENSE = Marks(
+    user=("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", "<|im_start|>user\n"),
+    speaker=("<|vision_start|>", "<|vision_pad|>", "<|vision_end|>\n"),
+    answer=("<|im_end|>\n", "<|im_start|>assistant\n"),
+)
+EXPERTS = Marks(
+    user=("<role>HUMAN</role>",),
+    speaker=("<spk>", "<audioPatch>", "</spk>\n"),
+    answer=("<role>ASSISTANT</role>",),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Written:
     """``speaker_at``: the place of the speaker's vector, or -1 where the prompt has none."""
 
@@ -26,11 +50,12 @@ class Written:
 
 
 class PromptWriter:
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, marks: Marks = DENSE) -> None:
         """Raises ``StartupError`` where the tokenizer lacks one of the prompt's marks."""
         self._tokenizer = tokenizer
+        self._marks = marks
         self._audio = tokenizer.id_of("<audio>")
-        self._speaker = [tokenizer.id_of(f"<|vision_{part}|>") for part in ("start", "pad")]
+        self._speaker = [tokenizer.id_of(token) for token in marks.speaker[:2]]
         self._end = tokenizer.id_of("<|endoftext|>")
 
     def write(self, text: str, *, spoken: str | None = None, instructions: str | None = None) -> Written:
@@ -40,19 +65,15 @@ class PromptWriter:
         are JSON and no caption.
         """
         told = caption(instructions) if instructions else None
-        encode, plain = self._tokenizer.encode, self._tokenizer.encode_plain
-        ids = [
-            *encode("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"),
-            *encode("<|im_start|>user\n"),
-            *encode(_TASK),
-        ]
+        marks, encode, plain = self._marks, self._tokenizer.encode, self._tokenizer.encode_plain
+        ids = [id for piece in (*marks.user, _TASK) for id in encode(piece)]
         speaker_at = -1
         if spoken is None:
             ids += encode("  speaker_1:")
             speaker_at = len(ids) + 1
-            ids += [*self._speaker, *encode("<|vision_end|>\n")]
+            ids += [*self._speaker, *encode(marks.speaker[2])]
         ids += [*encode(" Text input:\n"), *(plain(spoken) if spoken else ()), *plain(text)]
-        ids += [*encode("<|im_end|>\n"), *encode("<|im_start|>assistant\n")]
+        ids += [id for piece in marks.answer for id in encode(piece)]
         if told is not None:
             ids += [*plain(told), self._end]
         return Written([*ids, self._audio], speaker_at)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.errors import StartupError
 
 _ENCODER_AGGREGATOR_LAYERS = 4
+_LANGUAGE_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "qwen2": {"rms_norm_eps": 1e-6},
+        "bailing_moe": {"rms_norm_eps": 1e-5, "norm_topk_prob": True, "use_bias": True},
+    }
+)
+"""What the published code takes for granted of a language model's config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +102,7 @@ class MingSpec:
         if history < patch:
             raise StartupError(f"Ming-Omni-TTS: history_patch_size {history} is less than patch_size {patch}")
         return cls(
-            decoder=DecoderConfig.parse({"model_type": "qwen2", "rms_norm_eps": 1e-6, **config["llm_config"]}),
+            decoder=_language_model(config["llm_config"]),
             flow=BlocksSpec.parse(flow, "ditar_config"),
             aggregator=BlocksSpec.parse(config["aggregator_config"], "aggregator_config"),
             patch=patch,
@@ -105,6 +113,14 @@ class MingSpec:
     @property
     def latent_size(self) -> int:
         return self.vae.latent_size
+
+
+def _language_model(config: Mapping[str, Any]) -> DecoderConfig:
+    """Positions of three axes are alike on all of them as long as there are no pictures, which is one axis."""
+    kind = config.get("model_type", "qwen2")
+    rope = config.get("rope_scaling") or {}
+    plain = {"rope_scaling": None} if rope.get("type", rope.get("rope_type")) == "3D" else {}
+    return DecoderConfig.parse({"model_type": kind, **_LANGUAGE_MODELS.get(kind, {}), **config, **plain})
 
 
 def _backbone(config: Mapping[str, Any]) -> DecoderConfig:

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.folder import find_folder, read_json
+from sgl_omni.models.ming_omni_tts.files import EXPERTS
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, Payload, Request
 
 if TYPE_CHECKING:
-    pass
+    from sgl_omni.engine.weights import WeightStore
 
 
 def create_preprocessing(model_path: str) -> FunctionStage:
     """Text, style and reference audio to prompt tokens and samples, on the host."""
+    from sgl_omni.models.ming_omni_tts import prompt
     from sgl_omni.models.ming_omni_tts.preprocess import SpeechPreprocessor
-    from sgl_omni.models.ming_omni_tts.prompt import PromptWriter
     from sgl_omni.text.tokenizer import TextTokenizer
 
     folder = find_folder(model_path)
@@ -23,7 +24,10 @@ def create_preprocessing(model_path: str) -> FunctionStage:
     audio = config["audio_tokenizer_config"]
     frames = config["ditar_config"]["patch_size"] * max(1, audio.get("patch_size", -1))
     step_samples = frames * audio["enc_kwargs"].get("hop_size", 320)
-    writer = PromptWriter(TextTokenizer.load(folder))
+    if config["model_type"] == EXPERTS:
+        writer = prompt.PromptWriter(TextTokenizer.of_file(folder), prompt.EXPERTS)
+    else:
+        writer = prompt.PromptWriter(TextTokenizer.load(folder))
     return FunctionStage(SpeechPreprocessor(writer, audio["sample_rate"], step_samples), concurrency=4)
 
 
@@ -54,6 +58,7 @@ def create_engine(
     gpu_id: int | None = None,
     device: str = "cpu",
     engine: dict[str, Any] | None = None,
+    weights: WeightStore | None = None,
     budget_bytes: int | None = None,
     default_max_steps: int = 200,
 ) -> EngineStage:
@@ -61,11 +66,10 @@ def create_engine(
     from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
     from sgl_omni.models.ming_omni_tts.model import MingModel
     from sgl_omni.models.ming_omni_tts.task import MingTask
-    from sgl_omni.models.ming_omni_tts.vae import VaeDecoder
 
-    folder, dtype = find_folder(model_path), dtype_of((engine or {}).get("dtype"), device)
-    model = MingModel.load(folder, device, dtype)
-    task = MingTask(model, VaeDecoder.load(folder, device, dtype), default_max_steps=default_max_steps)
+    dtype = dtype_of((engine or {}).get("dtype"), device, "engine.dtype")
+    model = MingModel.load(find_folder(model_path), device, dtype, weights=weights)
+    task = MingTask(model, default_max_steps=default_max_steps)
     settings = EngineSettings.parse(engine or {}, budget_bytes=budget_bytes)
     positions = model.spec.decoder.max_positions
     return EngineStage(AutoregressiveEngine.build(model, task, settings, max_positions=positions))

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from sgl_omni.audio.stretch import TimeStretch
 from sgl_omni.engine.interface import Payload
-from sgl_omni.engine.request import Prompt, Request
+from sgl_omni.engine.request import Prompt, Request, Sampling
 from sgl_omni.engine.task import Task, number, whole_number
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.ming_omni_tts.model import MingModel, Speech
-from sgl_omni.models.ming_omni_tts.vae import VaeDecoder
 
 
 class MingTask(Task):
@@ -21,9 +20,9 @@ class MingTask(Task):
     ``speed``. Chunks are ``{"audio": float32 [samples], "sample_rate": int}``.
     """
 
-    def __init__(self, model: MingModel, vae: VaeDecoder, *, default_max_steps: int = 200) -> None:
+    def __init__(self, model: MingModel, *, default_max_steps: int = 200) -> None:
         self._model = model
-        self._vae = vae
+        self._vae = model.vae
         self._default_max_steps = default_max_steps
 
     def parse(self, request_id: str, payload: Payload) -> Request:
@@ -38,12 +37,8 @@ class MingTask(Task):
             request_id,
             Prompt(embeddings=prompt),
             max_outputs=steps,
-            task=Speech(
-                history=self._history(latents),
-                seed=whole_number(payload, "seed", 0),
-                temperature=number(payload, "temperature", 0.0),
-                speed=number(payload, "speed", 1.0),
-            ),
+            sampling=Sampling(temperature=number(payload, "temperature", 0.0), seed=whole_number(payload, "seed", 0)),
+            task=Speech(history=self._history(latents), speed=number(payload, "speed", 1.0)),
         )
 
     def _history(self, latents: Tensor) -> Tensor:
@@ -51,10 +46,11 @@ class MingTask(Task):
         history = torch.zeros(spec.history, spec.latent_size)
         known = latents[-spec.history :]
         history[spec.history - len(known) :] = known
-        return history.to(self._model.device)
+        return history
 
     def take(self, request: Request, row: list[int]) -> bool:
         request.outputs.append(row)
+        request.task.say(self._model.latents_of(torch.tensor([row]))[0])
         if row[0] == 1:
             request.finish_reason = "stop"
         elif request.is_at_limit:

@@ -18,6 +18,7 @@ from sgl_omni.models.ming_omni_tts.blocks import Linear
 from sgl_omni.models.ming_omni_tts.spec import MingSpec, VaeSpec
 
 _IGNORED = ("*.embed_tokens.weight", "*.rotary_emb.inv_freq")
+WINDOW = "audio.decoder.head.istft.window"
 
 
 class GrowingAttend:
@@ -119,21 +120,13 @@ class VaeDecoder(nn.Module):
         self.into = Linear(spec.latent_size, width)
         self.decoder = Decoder(spec.decoder)
         self.spectrum = Linear(width, self._fft + 2)
-        self.window = parameter(self._fft)
 
-    @classmethod
-    def load(cls, folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> VaeDecoder:
-        checkpoint = Checkpoint(folder)
-        with torch.device("meta"):
-            model = cls(MingSpec.parse(checkpoint.config()).vae)
-        materialise(model, device, dtype)
-        model.window.data = torch.hann_window(model._fft, device=device)
-        prefix = "audio.decoder."
-        slots = list(model.slots(prefix))
-        if not checkpoint.names(f"{prefix}head.istft.window"):
-            slots = [slot for slot in slots if slot.target is not model.window]
-        checkpoint.load(slots, prefix=prefix, ignore=_IGNORED)
-        return model.eval()
+    def read_window(self, checkpoint: Checkpoint, device: torch.device | str) -> None:
+        """Of the frames: float32 whatever the weights are, so it is none of them. A checkpoint need not have it."""
+        window = torch.hann_window(self._fft, device=device)
+        if checkpoint.names(WINDOW):
+            checkpoint.load([Slot(WINDOW, window, tuple(window.shape))], prefix=WINDOW)
+        self._window = window
 
     @torch.inference_mode()
     def decode(self, latents: Tensor, stream: VaeStream, *, last: bool) -> Tensor:
@@ -143,9 +136,9 @@ class VaeDecoder(nn.Module):
         if not len(x):
             return x.new_zeros(0, dtype=torch.float32)
         size, phase = self.spectrum(_run(self.decoder, x, stream.attend)).float().chunk(2, -1)
-        frames = torch.fft.irfft(torch.polar(size.exp().clamp(max=100.0), phase), self._fft) * self.window
+        frames = torch.fft.irfft(torch.polar(size.exp().clamp(max=100.0), phase), self._fft) * self._window
         audio = self._overlapped(frames, stream.audio)
-        envelope = self._overlapped(self.window.square().expand(len(frames), -1), stream.envelope)
+        envelope = self._overlapped(self._window.square().expand(len(frames), -1), stream.envelope)
         first, left = stream.audio is None, self._fft - self.spec.output_hop
         stream.audio, stream.envelope = audio[-left:], envelope[-left:]
         edge = left // 2
@@ -180,4 +173,3 @@ class VaeDecoder(nn.Module):
         yield from self.into.slots(f"{prefix}fc1")
         yield from self.decoder.slots(f"{prefix}decoder.")
         yield from self.spectrum.slots(f"{prefix}head.out")
-        yield Slot(f"{prefix}head.istft.window", self.window, tuple(self.window.shape))
