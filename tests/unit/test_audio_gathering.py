@@ -1,0 +1,69 @@
+"""Calls of several threads, made as one."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import pytest
+
+from sgl_omni.audio.gathering import Gathering
+
+
+class Tenfold:
+    """Makes ten times each number; stops in its first call until it may ``go_on``. Refuses what is below 0."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.begun, self.go_on = Event(), Event()
+
+    def __call__(self, numbers: list[int]) -> list[int]:
+        self.batches.append(numbers)
+        self.begun.set()
+        assert self.go_on.wait(10)
+        if min(numbers) < 0:
+            raise ValueError("below 0")
+        return [10 * number for number in numbers]
+
+
+def asked_at_once(gathering: Gathering[int, int], tenfold: Tenfold, numbers: list[int]) -> list[Future[int]]:
+    """The first call is being made while all others come in."""
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        calls: list[Any] = [pool.submit(gathering, numbers[0])]
+        assert tenfold.begun.wait(10)
+        calls += [pool.submit(gathering, number) for number in numbers[1:]]
+        while len(gathering._waiting) < len(numbers) - 1:
+            Event().wait(0.005)
+        tenfold.go_on.set()
+    return calls
+
+
+def test_what_comes_while_one_is_made_goes_together_and_each_gets_its_own() -> None:
+    gathering = Gathering(tenfold := Tenfold(), 32)
+    calls = asked_at_once(gathering, tenfold, [*range(33)])
+    assert [call.result() for call in calls] == [10 * number for number in range(33)]
+    assert [len(batch) for batch in tenfold.batches] == [1, 32]
+
+
+def test_no_batch_has_more_than_the_most() -> None:
+    gathering = Gathering(tenfold := Tenfold(), 4)
+    calls = asked_at_once(gathering, tenfold, [*range(11)])
+    assert [call.result() for call in calls] == [10 * number for number in range(11)]
+    assert sorted(len(batch) for batch in tenfold.batches) == [1, 2, 4, 4]
+
+
+def test_only_items_of_a_kind_go_together() -> None:
+    gathering = Gathering(tenfold := Tenfold(), 32, lambda number: number % 2)
+    calls = asked_at_once(gathering, tenfold, [*range(11)])
+    assert [call.result() for call in calls] == [10 * number for number in range(11)]
+    assert sorted(map(sorted, tenfold.batches)) == [[0], [1, 3, 5, 7, 9], [2, 4, 6, 8, 10]]
+
+
+def test_a_call_that_fails_fails_its_batch_and_no_other() -> None:
+    gathering = Gathering(tenfold := Tenfold(), 32, lambda number: number % 2)
+    calls = asked_at_once(gathering, tenfold, [0, -2, 4, 1, 3])
+    assert [call.exception() is None for call in calls] == [True, False, False, True, True]
+    with pytest.raises(ValueError, match="below 0"):
+        calls[1].result()
+    assert gathering(6) == 60
