@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
 
-from sgl_omni.audio.gathering import Gathering
+from sgl_omni.audio.gathering import PATIENCE_SECONDS, Gathering
 
 
 class Tenfold:
@@ -67,3 +67,36 @@ def test_a_call_that_fails_fails_its_batch_and_no_other() -> None:
     with pytest.raises(ValueError, match="below 0"):
         calls[1].result()
     assert gathering(6) == 60
+
+
+def test_those_who_have_joined_are_waited_for_as_long_as_some_come() -> None:
+    """Each comes a little after the one before: all four are one batch, though the first could have gone at once."""
+    tenfold = Tenfold()
+    tenfold.go_on.set()
+    gathering = Gathering(tenfold, 32)
+    for _ in range(4):
+        gathering.join()
+    gate = Barrier(4)
+
+    def call(number: int) -> int:
+        gate.wait(10)
+        return gathering(number)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(call, range(4))) == [0, 10, 20, 30]
+    assert sorted(map(len, tenfold.batches)) == [4]
+
+
+def test_one_who_does_not_come_is_not_waited_for_long_and_one_who_left_not_at_all() -> None:
+    tenfold = Tenfold()
+    tenfold.go_on.set()
+    gathering = Gathering(tenfold, 32)
+    waits: list[float] = []
+    wait = gathering._arrived.wait
+    gathering._arrived.wait = lambda timeout=None: waits.append(timeout or 0) or wait(timeout)  # type: ignore[method-assign]
+    gathering.join()
+    assert (gathering(1), waits) == (10, [])
+    gathering.join()
+    assert (gathering(2), waits) == (20, [PATIENCE_SECONDS])
+    gathering.leave()
+    assert (gathering(3), waits) == (30, [PATIENCE_SECONDS])

@@ -149,8 +149,8 @@ def test_requests_at_once_are_those_alone_though_some_go_away(codecs: dict[str, 
     together, one_by_one = vocoder_of(codec, family, 6), vocoder_of(codec, family, 1)
     assert (together.concurrency, one_by_one.concurrency) == (6, 1)
     batches: list[int] = []
-    make = together._decode._make
-    together._decode._make = lambda pieces: batches.append(len(pieces)) or make(pieces)
+    make = together._decode.make
+    together._decode.make = lambda pieces: batches.append(len(pieces)) or make(pieces)
     asked = [(codec.codes(25 + 3 * n, n), 1 + n % 5, 12 if n % 4 == 3 else None) for n in range(12)]
     with ThreadPoolExecutor(12) as pool:
         found = list(pool.map(lambda each: speak(together, *each), asked))

@@ -105,7 +105,7 @@ class CodecDecoder:
         """[batch, steps, width] -> the same."""
         batch, steps, _ = x.shape
         cosine, sine = self._rope(pieces.positions(steps).view(1, -1), x.dtype)
-        rotation = cosine.unflatten(0, (batch, steps)), sine.unflatten(0, (batch, steps))
+        rotation = cosine.view(batch, steps, 1, -1), sine.view(batch, steps, 1, -1)
         near = pieces.near(self._window, steps)
         for layer in self._layers:
             mixed = self._attended(layer.self_attn, layer.input_layernorm(x), rotation, near, pieces)

@@ -43,7 +43,9 @@ class CsmVocoder(StreamStage[VocoderState]):
         self._decode = Gathering(self._decode_all, max_batch)
 
     def open(self, request: Request) -> VocoderState:
-        return VocoderState(self._codec.open(), np.zeros((0, self._codec.num_codebooks), dtype=np.int16))
+        state = VocoderState(self._codec.open(), np.zeros((0, self._codec.num_codebooks), dtype=np.int16))
+        self._decode.join()
+        return state
 
     def feed(self, state: VocoderState, chunk: Payload) -> Iterable[Payload]:
         if not state.opened:
@@ -62,6 +64,9 @@ class CsmVocoder(StreamStage[VocoderState]):
 
     def result(self, state: VocoderState, payload: Payload) -> Payload:
         return payload
+
+    def close(self, state: VocoderState) -> None:
+        self._decode.leave()
 
     def _spoken(self, state: VocoderState, frames: int) -> Iterator[Payload]:
         codes, state.waiting = state.waiting[:frames], state.waiting[frames:]

@@ -58,6 +58,7 @@ class HiggsVocoder(StreamStage[VocoderState]):
         self.concurrency = max_batch
 
     def open(self, request: Request) -> VocoderState:
+        self._windows.join()
         return VocoderState(np.zeros((0, self._decoder.spec.num_codebooks), np.int16))
 
     def feed(self, state: VocoderState, chunk: Payload) -> Iterable[Payload]:
@@ -74,6 +75,9 @@ class HiggsVocoder(StreamStage[VocoderState]):
 
     def result(self, state: VocoderState, payload: Payload) -> Payload:
         return payload
+
+    def close(self, state: VocoderState) -> None:
+        self._windows.leave()
 
     def _decode(self, state: VocoderState, ready: int, last: bool = False) -> Iterator[Payload]:
         """Chunks that end at frame ``ready`` at the latest; with ``last`` the one that ``ready`` cuts short too."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Lock
+
 import torch
 from torch import Tensor
 
@@ -14,16 +16,21 @@ class GatheringDecoder:
 
     def __init__(self, codec: CodecDecoder, max_batch: int) -> None:
         self._codec = codec
+        self._rows = Lock()
+        """Streams lie in rows of tensors, which grow."""
         self._decode: Gathering[tuple[Tensor, CodecStream], Tensor] = Gathering(
             self._decode_all, max_batch, lambda piece: len(piece[0])
         )
 
     def open(self) -> CodecStream:
-        with self._decode.turn:  # streams lie in rows of tensors that grow
-            return self._codec.open()
+        with self._rows:
+            stream = self._codec.open()
+        self._decode.join()
+        return stream
 
     def close(self, stream: CodecStream) -> None:
-        with self._decode.turn:
+        self._decode.leave()
+        with self._rows:
             self._codec.close(stream)
 
     def decode(self, codes: Tensor, stream: CodecStream) -> Tensor:
@@ -32,4 +39,5 @@ class GatheringDecoder:
 
     def _decode_all(self, pieces: list[tuple[Tensor, CodecStream]]) -> list[Tensor]:
         codes, streams = zip(*pieces, strict=True)
-        return [*self._codec.decode(torch.stack(codes), streams)]
+        with self._rows:
+            return [*self._codec.decode(torch.stack(codes), streams)]

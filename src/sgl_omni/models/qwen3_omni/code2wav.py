@@ -101,6 +101,7 @@ class Code2Wav(StreamStage[SpokenState]):
         self._decode: Gathering[Codes, Audio] = Gathering(vocoder.decode, max_batch)
 
     def open(self, request: Request) -> SpokenState:
+        self._decode.join()
         return SpokenState(np.zeros((0, self._vocoder.codebooks), dtype=np.int64))
 
     def feed(self, state: SpokenState, chunk: Payload) -> Iterable[Payload]:
@@ -114,6 +115,9 @@ class Code2Wav(StreamStage[SpokenState]):
 
     def result(self, state: SpokenState, payload: Payload) -> Payload:
         return payload
+
+    def close(self, state: SpokenState) -> None:
+        self._decode.leave()
 
     def _piece(self, state: SpokenState, end: int) -> Iterator[Payload]:
         """Decodes up to frame ``end`` with what lies before, and yields the samples that are new."""

@@ -71,7 +71,7 @@ class Transformer(nn.Module):
             self._rope = Rope(self._rope_config, self._head_dim, x.device)
         batch, n, _ = x.shape
         cosine, sine = self._rope(pieces.positions(n).view(1, -1), x.dtype)
-        rotation = cosine.unflatten(0, (batch, n)), sine.unflatten(0, (batch, n))
+        rotation = cosine.view(batch, n, 1, -1), sine.view(batch, n, 1, -1)
         near = pieces.near(self._window, n)
         x = self.input_proj(x)
         for layer in self.layers:

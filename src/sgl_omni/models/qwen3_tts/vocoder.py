@@ -55,7 +55,9 @@ class Vocoder(StreamStage[VocoderState]):
         self._decode = Gathering(self._decode_all, max_batch, lambda piece: piece.spoken)
 
     def open(self, request: Request) -> VocoderState:
-        return VocoderState(self._decoder.open(), np.zeros((0, self._decoder.num_codes), np.int16))
+        state = VocoderState(self._decoder.open(), np.zeros((0, self._decoder.num_codes), np.int16))
+        self._decode.join()
+        return state
 
     def feed(self, state: VocoderState, chunk: Payload) -> Iterable[Payload]:
         if not state.opened:
@@ -72,6 +74,9 @@ class Vocoder(StreamStage[VocoderState]):
 
     def result(self, state: VocoderState, payload: Payload) -> Payload:
         return payload
+
+    def close(self, state: VocoderState) -> None:
+        self._decode.leave()
 
     def _begin(self, state: VocoderState, chunk: Payload) -> None:
         """A cloned voice goes on from the recording."""
