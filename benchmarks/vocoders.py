@@ -7,7 +7,7 @@ weights. The figure is the seconds of audio of all streams together in a second;
 on the host meanwhile: near the wall clock's time, the host is the limit. Two stages, of which one decodes a piece at a
 time (``alone``) and one what waits together (``together``), take turns. ``calls`` says how many pieces the calls of the
 network had, and ``operations`` how many of torch's a call had, by its pieces: where a batch is one call, these hardly
-grow with it. Ming-Omni-TTS has no such stage: its engine makes the audio, one stream at a time, and so it is measured.
+grow with it. Ming-Omni-TTS has no such stage: its engine makes the audio, one request after another.
 ``--tiny`` is a rehearsal, for a CPU.
 """
 
