@@ -6,8 +6,8 @@ Of each family the model folder gets the codec's tensors alone (``benchmarks/rea
 weights. The figure is the seconds of audio of all streams together in a second; `cpu_s` is what the process computed
 on the host meanwhile: near the wall clock's time, the host is the limit. Two stages, of which one decodes a piece at a
 time (``alone``) and one what waits together (``together``), take turns. ``calls`` says how many pieces the calls of the
-network had, and ``operations`` how many of torch's a call had, by its pieces: where a batch is one call, these hardly
-grow with it. Ming-Omni-TTS has no such stage: its engine makes the audio, one request after another.
+network had, and ``operations`` how many of torch's a call had, by its pieces: where a batch is one call, these grow by
+a few for each piece. Ming-Omni-TTS has no such stage: its engine makes the audio, one request after another.
 ``--tiny`` is a rehearsal, for a CPU.
 """
 
