@@ -31,6 +31,7 @@ CONFIGS: dict[str, Callable[[int | None, bool], published.Files]] = {
     "moss_tts_local": published.moss_tts_local,
     "csm": published.csm,
     "whisper": published.whisper,
+    "qwen3_asr": published.qwen3_asr,
     "text_llm": published.text_llm,
     "qwen3_omni": published.qwen3_omni,
 }
@@ -81,6 +82,8 @@ def rules_of(family: str, files: published.Files) -> Rules:
         zero_rows["talker.codec_head.weight"] = (config["talker_config"]["codec_eos_token_id"],)
     elif family == "whisper":
         zero_rows["model.decoder.embed_tokens.weight"] = (config["eos_token_id"],)
+    elif family == "qwen3_asr":
+        zero_rows["thinker.model.embed_tokens.weight"] = (151643, 151645)
     elif family == "qwen3_omni":
         zero_rows["thinker.lm_head.weight"] = (config["im_end_token_id"],)
         zero_rows["talker.codec_head.weight"] = (config["talker_config"]["codec_eos_token_id"],)

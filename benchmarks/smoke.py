@@ -35,10 +35,11 @@ LOADS = {
     "moss_tts_local": ("streamed",),
     "csm": ("streamed",),
     "whisper": ("transcription",),
+    "qwen3_asr": ("transcription",),
     "text_llm": ("text",),
     "qwen3_omni": ("text", "spoken"),
 }
-_EXAMPLES = {name: f"{name}.yaml" for name in ("higgs_tts", "csm", "whisper", "text_llm", "qwen3_omni")}
+_EXAMPLES = {name: f"{name}.yaml" for name in ("higgs_tts", "csm", "whisper", "qwen3_asr", "text_llm", "qwen3_omni")}
 _FLAGS = {
     # The shipped topology encodes reference voices on the host; beside the engine there is room for them here.
     "moss_tts_local": [
@@ -47,7 +48,12 @@ _FLAGS = {
         *("--vocoder.gpu_memory_fraction", "0.15"),
     ],
 }
-_POOLS = {"qwen3_omni": ("thinker", "talker_ar"), "text_llm": ("llm",), "whisper": ("asr_engine",)}
+_POOLS = {
+    "qwen3_omni": ("thinker", "talker_ar"),
+    "text_llm": ("llm",),
+    "whisper": ("asr_engine",),
+    "qwen3_asr": ("asr_engine",),
+}
 _FRAMES = {"higgs_tts": 95}
 """Of 40 ms; other codecs here have frames of 80 ms, and get half as many for the same 3.8 s."""
 LOG_LINES = 40
@@ -69,7 +75,7 @@ def arguments(family: str, folder: Path, *, tiny: bool, more: list[str]) -> list
 def size_of(family: str, tiny: bool) -> Size:
     if tiny:
         return Size(frames=8, tokens=8, recording_s=2.0, side=96)
-    tokens = 160 if family == "whisper" else 64  # about what is said in a minute, or a short answer
+    tokens = 160 if family in ("whisper", "qwen3_asr") else 64  # about what is said in a minute, or a short answer
     return Size(frames=_FRAMES.get(family, 48), tokens=tokens, recording_s=60.0, side=448)
 
 

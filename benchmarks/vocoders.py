@@ -4,7 +4,11 @@
 
 Of each family the model folder gets the codec's tensors alone (``benchmarks/real_size.py``), published sizes, random
 weights. The figure is the seconds of audio of all streams together in a second; `cpu_s` is what the process computed
-on the host meanwhile: near the wall clock's time, the host is the limit. ``--tiny`` is a rehearsal on a CPU.
+on the host meanwhile: near the wall clock's time, the host is the limit. Two stages, of which one decodes a piece at a
+time (``alone``) and one what waits together (``together``), take turns. ``calls`` says how many pieces the calls of the
+network had, and ``operations`` how many of torch's a call had, by its pieces: where a batch is one call, these grow by
+a few for each piece. Ming-Omni-TTS has no such stage: its engine makes the audio, one request after another.
+``--tiny`` is a rehearsal, for a CPU.
 """
 
 from __future__ import annotations
@@ -14,10 +18,13 @@ import asyncio
 import gc
 import json
 import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +32,10 @@ from typing import Any
 
 import numpy as np
 from benchmarks.real_size import make
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sgl_omni.audio.gathering import Gathering
+from sgl_omni.models.moss_tts_local.gathering import GatheringDecoder
 from sgl_omni.runtime.stage import StreamStage
 
 
@@ -91,6 +101,50 @@ class OneRequest:
     aborted = False
 
 
+class Operations(TorchDispatchMode):
+    """How many of torch's operations were called in this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Watched:
+    """A stage whose calls of the network are counted, by how many pieces they had."""
+
+    def __init__(self, stage: StreamStage[Any]) -> None:
+        self.stage = stage
+        self.calls: Counter[int] = Counter()
+        self.operations: dict[int, int] = {}
+        self.counting = True
+        gathering = _gathering_of(stage)
+        make = gathering.make
+
+        def watched(pieces: list[Any]) -> Any:
+            self.calls[len(pieces)] += 1
+            if not self.counting:
+                return make(pieces)
+            with Operations() as operations:
+                made = make(pieces)
+            self.operations[len(pieces)] = operations.count
+            return made
+
+        gathering.make = watched
+
+
+def _gathering_of(part: Any) -> Gathering[Any, Any]:
+    for value in vars(part).values():
+        if isinstance(value, Gathering):
+            return value
+        if isinstance(value, GatheringDecoder):
+            return _gathering_of(value)
+    raise TypeError(f"{type(part).__name__} gathers no pieces")
+
+
 async def speak(stage: StreamStage[Any], pool: ThreadPoolExecutor, codec: Codec, frames: int, seed: int) -> float:
     """One stream from its first chunk to its end; seconds of audio that came. Raises ``ValueError`` for no audio."""
     loop = asyncio.get_running_loop()
@@ -113,9 +167,14 @@ async def speak(stage: StreamStage[Any], pool: ThreadPoolExecutor, codec: Codec,
     return audio_s
 
 
-async def one_round(stage: StreamStage[Any], pool: ThreadPoolExecutor, codec: Codec, streams: int, frames: int) -> Any:
+async def _speak_all(stage: StreamStage[Any], codec: Codec, streams: int, frames: int) -> float:
+    with ThreadPoolExecutor(stage.concurrency) as pool:
+        return sum(await asyncio.gather(*(speak(stage, pool, codec, frames, seed) for seed in range(streams))))
+
+
+def timed(speak_all: Callable[[], float]) -> dict[str, float]:
     begun, cpu = time.perf_counter(), time.process_time()
-    audio_s = sum(await asyncio.gather(*(speak(stage, pool, codec, frames, seed) for seed in range(streams))))
+    audio_s = speak_all()
     took = time.perf_counter() - begun
     return {
         "audio_s": audio_s,
@@ -128,36 +187,58 @@ async def one_round(stage: StreamStage[Any], pool: ThreadPoolExecutor, codec: Co
 def measure(family: str, options: argparse.Namespace, device: str) -> dict[str, Any]:
     import torch
 
-    from sgl_omni.runtime.stage import Stage
-
     codec = CODECS[family]
-    folder = Path(tempfile.mkdtemp(prefix=f"{family}-codec-", dir=options.folder))
-    try:
-        made = make(family, folder, tiny=options.tiny, only=codec.parts)
-        stage: Stage = _function(codec.factory)(str(folder), device=device)
-    finally:
-        shutil.rmtree(folder)
-    assert isinstance(stage, StreamStage)
+    ways = {"alone": 1, "together": options.streams}
+    with made_folder(family, codec.parts, options) as (folder, made):
+        stages = {way: _function(codec.factory)(str(folder), device=device, max_batch=n) for way, n in ways.items()}
+    watched = {way: Watched(stage) for way, stage in stages.items()}
     frames = max(codec.chunk, round(options.seconds * codec.frames_per_s))
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-    with ThreadPoolExecutor(stage.concurrency) as pool:
-        rounds = [
-            asyncio.run(one_round(stage, pool, codec, options.streams, frames)) for _ in range(options.rounds + 1)
-        ]
+    rounds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    peaks: dict[str, int] = {}
+    for number in range(options.rounds + 1):
+        for way, each in watched.items():
+            if device != "cpu":
+                torch.cuda.reset_peak_memory_stats()
+            if number == 1:
+                each.counting = False
+                each.calls.clear()
+            rounds[way].append(
+                timed(lambda each=each: asyncio.run(_speak_all(each.stage, codec, options.streams, frames)))  # type: ignore[misc]
+            )
+            if device != "cpu":
+                peaks[way] = torch.cuda.max_memory_allocated()
     whole = options.streams * frames / codec.frames_per_s
     least = whole - options.streams / codec.frames_per_s  # some never make the samples that lean on a next frame
-    return {
+    together = watched["together"]
+    found: dict[str, Any] = {
         "streams": options.streams,
         "frames": frames,
-        "concurrency": stage.concurrency,
         "made": made["written"],
-        "warm_up": rounds[0],
-        "rounds": rounds[1:],
-        "all_audio_came": all(least < each["audio_s"] < whole + 1e-6 for each in rounds),
-        "slowest_audio_seconds_per_s": min(each["audio_seconds_per_s"] for each in rounds[1:]),
-        "peak_gpu_bytes": torch.cuda.max_memory_allocated() if device != "cpu" else None,
+        "all_audio_came": all(least < each["audio_s"] < whole + 1e-6 for way in ways for each in rounds[way]),
+        "calls": {way: dict(sorted(each.calls.items())) for way, each in watched.items()},
+        "operations": dict(sorted((watched["alone"].operations | together.operations).items())),
+        "pieces_per_call": sum(n * count for n, count in together.calls.items()) / sum(together.calls.values()),
     }
+    for way in ways:
+        found[way] = {
+            "warm_up": rounds[way][0],
+            "rounds": rounds[way][1:],
+            "slowest_audio_seconds_per_s": min(each["audio_seconds_per_s"] for each in rounds[way][1:]),
+            "peak_gpu_bytes": peaks.get(way),
+        }
+    slowest = {way: statistics.median(each["seconds"] for each in rounds[way][1:]) for way in ways}
+    return {**found, "times_faster_together": slowest["alone"] / slowest["together"]}
+
+
+@contextmanager
+def made_folder(
+    family: str, parts: tuple[str, ...], options: argparse.Namespace
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    folder = Path(tempfile.mkdtemp(prefix=f"{family}-codec-", dir=options.folder))
+    try:
+        yield folder, make(family, folder, tiny=options.tiny, only=parts)
+    finally:
+        shutil.rmtree(folder)
 
 
 def _function(name: str) -> Any:
@@ -174,12 +255,13 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=10.0, help="of audio of each stream")
     parser.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
+    parser.add_argument("--device", help="cpu or cuda:0; a GPU where there is one by default")
     parser.add_argument("--tiny", action="store_true", help="small models, for a rehearsal on a CPU")
     parser.add_argument("--json", action="store_true", help="no line for each family, only the last one")
     options = parser.parse_args()
     import torch
 
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     found: dict[str, Any] = {}
     for family in options.family.split(","):
         try:

@@ -66,7 +66,7 @@ class Size:
 
 def asks_of(family: str, size: Size) -> dict[str, Ask]:
     """One request of each kind that a family serves, by its name."""
-    if family == "whisper":
+    if family in ("whisper", "qwen3_asr"):
         return {ask.kind: ask for ask in _transcriptions(size)}
     if family == "text_llm":
         return {ask.kind: ask for ask in _chats(size, omni=False)}

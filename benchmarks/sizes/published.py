@@ -320,6 +320,56 @@ def whisper(layers: int | None, tiny: bool) -> Files:
     return {"config.json": config}
 
 
+def qwen3_asr(layers: int | None, tiny: bool) -> Files:
+    """Qwen/Qwen3-ASR-1.7B in its authors' layout."""
+    audio = {
+        "model_type": "qwen3_asr_audio_encoder",
+        "d_model": 1024,
+        "encoder_layers": 24,
+        "encoder_attention_heads": 16,
+        "encoder_ffn_dim": 4096,
+        "num_mel_bins": 128,
+        "output_dim": 2048,
+        "downsample_hidden_size": 480,
+        "n_window": 50,
+        "n_window_infer": 800,
+        "conv_chunksize": 500,
+        "max_source_positions": 1500,
+        **(_SMALL_TOWER if tiny else {}),
+    }
+    text = {
+        **_QWEN3_4B,
+        "model_type": "qwen3_asr_text",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 65536,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+        **(_SMALL if tiny else {}),
+        **_depth(layers),
+    }
+    if tiny:
+        text["rope_scaling"] = {**text["rope_scaling"], "mrope_section": [2, 3, 3]}
+    thinker = {
+        "model_type": "qwen3_asr_thinker",
+        "audio_config": audio,
+        "text_config": text,
+        "audio_token_id": ASR_IDS["<|audio_pad|>"],
+    }
+    mel = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128, "sampling_rate": 16000}
+    return {
+        "config.json": {
+            "architectures": ["Qwen3ASRForConditionalGeneration"],
+            "model_type": "qwen3_asr",
+            "thinker_config": thinker,
+            "support_languages": ["Chinese", "English", "German"],
+        },
+        "generation_config.json": {"do_sample": False, "eos_token_id": [151643, 151645]},
+        "preprocessor_config.json": {**mel, "hop_length": 160, "n_fft": 400, "chunk_length": 30},
+    }
+
+
 def qwen3_omni(layers: int | None, tiny: bool) -> Files:
     """Qwen/Qwen3-Omni-30B-A3B-Instruct."""
     config = merged(_OMNI, _SMALL_OMNI if tiny else {})
@@ -463,6 +513,8 @@ OMNI_IDS = {
     "<|audio_pad|>": 151675,
 }
 ROLE_IDS = {"system": 8948, "user": 872, "assistant": 77091}
+
+ASR_IDS = {**QWEN_IDS, "<|audio_start|>": 151669, "<|audio_end|>": 151670, "<|audio_pad|>": 151676}
 
 _AXES = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_theta": 1000000}
 _OMNI: dict[str, Any] = {
@@ -609,19 +661,20 @@ _OMNI: dict[str, Any] = {
         "upsampling_ratios": [2, 2],
     },
 }
+_SMALL_TOWER = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "output_dim": 64,
+    "downsample_hidden_size": 16,
+}
 _SMALL_EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 _SMALL_AXES = {"rope_parameters": {"mrope_section": [2, 3, 3]}}
 _SMALL_OMNI: dict[str, Any] = {
     "thinker_config": {
         "text_config": {**_SMALL, **_SMALL_EXPERTS, **_SMALL_AXES, "num_hidden_layers": 4},
-        "audio_config": {
-            "d_model": 32,
-            "encoder_layers": 1,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 64,
-            "output_dim": 64,
-            "downsample_hidden_size": 16,
-        },
+        "audio_config": _SMALL_TOWER,
         "vision_config": {
             "depth": 3,
             "hidden_size": 32,

@@ -132,6 +132,22 @@ def _whisper(files: Files) -> Mapping[str, Named]:
     return {"": named.items()}
 
 
+def _qwen3_asr(files: Files) -> Mapping[str, Named]:
+    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
+
+    from sgl_omni.engine.decoder_config import DecoderConfig
+    from sgl_omni.models.text_llm.model import TextModel
+
+    config = files["config.json"]["thinker_config"]
+    decoder = TextModel(DecoderConfig.parse({**config["text_config"], "model_type": "qwen3"}))
+    audio = {key: value for key, value in config["audio_config"].items() if key != "model_type"}
+    tower = Qwen3OmniMoeAudioEncoder._from_config(Qwen3OmniMoeAudioEncoderConfig(**audio), dtype=torch.bfloat16)
+    return {
+        "": [*_slots(decoder.slots("thinker.model.", "thinker.lm_head")), *_module(tower, "thinker.audio_tower.")],
+    }
+
+
 def _qwen3_omni(files: Files) -> Mapping[str, Named]:
     from transformers import Qwen3OmniMoeConfig
     from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni
@@ -164,5 +180,6 @@ _FAMILIES: dict[str, Callable[[Files], Mapping[str, Named]]] = {
     "moss_tts_local": _moss_tts_local,
     "csm": _csm,
     "whisper": _whisper,
+    "qwen3_asr": _qwen3_asr,
     "qwen3_omni": _qwen3_omni,
 }

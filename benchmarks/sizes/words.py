@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sizes.published import OMNI_IDS, QWEN_IDS, ROLE_IDS
+from benchmarks.sizes.published import ASR_IDS, OMNI_IDS, QWEN_IDS, ROLE_IDS
 
 CHAT_TEMPLATE = (
     "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content }}<|im_end|>\n{% endfor %}"
@@ -37,6 +37,8 @@ def write_words(family: str, folder: Path) -> None:
         _save(folder, QWEN_WORDS, QWEN_IDS | marks)
     elif family == "moss_tts_local":
         _save(folder, QWEN_WORDS, MOSS_IDS)
+    elif family == "qwen3_asr":
+        _save(folder, QWEN_WORDS, ASR_IDS, words=ROLE_IDS, plain={"<asr_text>": 151704})
     else:
         _save(folder, QWEN_WORDS, OMNI_IDS, words=ROLE_IDS)
 

@@ -24,7 +24,7 @@ from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.task import HandOver
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.csm.codec import CodecDecoder, CodecStream
+from sgl_omni.models.csm.codec import CodecDecoder
 from sgl_omni.models.csm.files import checked
 from sgl_omni.models.csm.model import CsmModel
 from sgl_omni.models.csm.stages import create_preprocessing
@@ -145,8 +145,9 @@ def test_a_frame_ends_the_audio_by_all_codes_but_the_last_and_is_spoken_if_that_
 def test_audio_in_pieces_is_that_of_transformers(csm: Csm, cut: int) -> None:
     codes = torch.randint(0, CODES, (40, BOOKS), generator=torch.Generator().manual_seed(1))
     assert 2 * len(codes) > 3 * WINDOW
-    decoder, stream = CodecDecoder.load(csm.tiny.folder), CodecStream()
-    found = torch.cat([decoder.decode(piece, stream) for piece in codes.split(cut)]).numpy()
+    decoder = CodecDecoder.load(csm.tiny.folder)
+    stream = decoder.open()
+    found = torch.cat([decoder.decode([piece.numpy()], [stream])[0] for piece in codes.split(cut)]).numpy()
     wanted = csm.tiny.audio(codes)
     assert found.shape == wanted.shape == (40 * FRAME,)
     assert 0.1 < np.abs(wanted).max() < 1

@@ -22,7 +22,7 @@ from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.higgs_audio_v2.codec_decoder import CodecDecoder
 from sgl_omni.models.higgs_audio_v2.codec_encoder import CodecEncoder, resample
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
-from sgl_omni.models.higgs_tts.vocoder import DecodeQueue, HiggsVocoder, cut_after
+from sgl_omni.models.higgs_tts.vocoder import HiggsVocoder, cut_after
 
 SPEC = CodecSpec.parse(tiny.CODEC, "tiny")
 TOLERANCE = 5e-6
@@ -199,13 +199,13 @@ def test_windows_of_many_threads_are_decoded_together(decoder: CodecDecoder) -> 
             go_on.wait(10)
             return decoder.decode(given)
 
-    queue = DecodeQueue(Slow(), 32)  # type: ignore[arg-type]
+    windowed = HiggsVocoder(Slow(), max_batch=32)._windows  # type: ignore[arg-type]
     windows = [codes(12 if i % 5 else 9, seed=i)[0].numpy().astype(np.int16) for i in range(21)]
     with ThreadPoolExecutor(21) as pool:
-        first = pool.submit(queue.decode, windows[0])
+        first = pool.submit(windowed, windows[0])
         assert begun.wait(10)
-        others = [pool.submit(queue.decode, window) for window in windows[1:]]
-        while len(queue._waiting) < 20:
+        others = [pool.submit(windowed, window) for window in windows[1:]]
+        while len(windowed._waiting) < 20:
             threading.Event().wait(0.01)
         go_on.set()
         found = [job.result(10) for job in (first, *others)]
@@ -216,7 +216,7 @@ def test_windows_of_many_threads_are_decoded_together(decoder: CodecDecoder) -> 
 
 
 def test_a_window_that_fails_fails_those_that_wait_with_it(decoder: CodecDecoder) -> None:
-    queue = DecodeQueue(decoder, 32)
+    windowed = HiggsVocoder(decoder, max_batch=32)._windows
     with pytest.raises(IndexError):
-        queue.decode(np.full((3, tiny.BOOKS), 30_000, np.int16))
-    assert len(queue.decode(np.zeros((3, tiny.BOOKS), np.int16))) == 3 * tiny.HOP
+        windowed(np.full((3, tiny.BOOKS), 30_000, np.int16))
+    assert len(windowed(np.zeros((3, tiny.BOOKS), np.int16))) == 3 * tiny.HOP

@@ -7,7 +7,6 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from sgl_omni.models.qwen3_omni.pipeline import Qwen3OmniSpeechPipelineConfig
 from sgl_omni.models.qwen3_omni.positions import audio_tokens, three_axes
 from sgl_omni.models.qwen3_omni.prompt_spec import Pixels, PromptSpec
 from sgl_omni.models.qwen3_omni.talker_engine import TalkerEngine
-from sgl_omni.models.qwen3_omni.windows import WindowBatcher
 
 pytest.importorskip("transformers")
 
@@ -502,25 +500,6 @@ def test_windows_of_several_lengths_decode_together_as_alone(vocoder: Vocoder) -
         [alone] = vocoder.decode([window])
         assert audio.shape == alone.shape
         assert np.abs(audio - alone).max() < 1e-5
-
-
-def test_the_batcher_takes_what_waits_and_gives_each_thread_its_own() -> None:
-    sizes: list[int] = []
-
-    def decode(windows: Any) -> list[np.ndarray]:
-        sizes.append(len(windows))
-        if any(window.sum() < 0 for window in windows):
-            raise ValueError("a window of nonsense")
-        return [window.sum(keepdims=True).astype(np.float32) for window in windows]
-
-    batcher = WindowBatcher(decode, 4)
-    with ThreadPoolExecutor(16) as pool:
-        results = list(pool.map(lambda n: batcher.decode(np.asarray([n])), range(64)))
-    assert [int(result[0]) for result in results] == list(range(64))
-    assert max(sizes) <= 4
-    with pytest.raises(ValueError, match="nonsense"):
-        batcher.decode(np.asarray([-1]))
-    assert batcher.decode(np.asarray([7]))[0] == 7
 
 
 @pytest.mark.parametrize("numbers", [(0, 24, 25), (30, 24, 25), (4, 24, 0)])

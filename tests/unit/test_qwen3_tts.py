@@ -20,7 +20,7 @@ from sgl_omni.engine.code_predictor import CodeSampling, greedy
 from sgl_omni.engine.device_rows import DeviceRows
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.row_state import RowState
-from sgl_omni.models.qwen3_tts.codec import CodecDecoder, CodecStream
+from sgl_omni.models.qwen3_tts.codec import CodecDecoder
 from sgl_omni.models.qwen3_tts.facts import ModelFacts, next_cut
 from sgl_omni.models.qwen3_tts.prompt import PromptBuilder
 from sgl_omni.models.qwen3_tts.references import References, name_on_disk
@@ -178,9 +178,9 @@ def test_a_stream_remembers_little_however_long_its_pieces_are(models: dict[str,
     decoder = CodecDecoder.load(models["base"].folder / "speech_tokenizer")
     held = []
     for count in (20, 70):
-        stream = CodecStream()
-        decoder(torch.from_numpy(GOLDENS["codec/codes"][:count].astype(np.int64)), stream)
-        held.append(sum(kept.untyped_storage().nbytes() for kept in stream.memory.values()))
+        stream = decoder.open()
+        decoder([GOLDENS["codec/codes"][:count]], [stream])
+        held.append(stream.memory.untyped_storage().nbytes())
     assert held[0] == held[1]
 
 

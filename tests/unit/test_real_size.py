@@ -12,6 +12,10 @@ import pytest
 import torch
 
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
+from sgl_omni.models.qwen3_asr.decoder import load_decoder
+from sgl_omni.models.qwen3_asr.prompt import PromptWriter
+from sgl_omni.models.qwen3_asr.spec import AUTHORS, AsrSpec
+from sgl_omni.text.tokenizer import TextTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -27,6 +31,7 @@ PUBLISHED = {
     "moss_tts_local": {"audio_tokenizer": 2_123_701_248},
 }
 """Numbers that the published checkpoints have in all."""
+FAMILIES = [*PUBLISHED, "qwen3_asr"]
 SHAPES = {
     "norm.weight": (8,),
     "layers.0.mlp.experts.0.up_proj.weight": (6, 8),
@@ -51,7 +56,7 @@ def test_a_folder_has_as_many_numbers_as_the_published_one(family: str) -> None:
     assert counted | PUBLISHED[family] == counted
 
 
-@pytest.mark.parametrize("family", PUBLISHED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fewer_layers_and_a_small_model_have_fewer_numbers(family: str) -> None:
     def count(layers: int | None, tiny: bool) -> int:
         return sum(math.prod(shape) for shape in shapes(family, layers, tiny)[""].values())
@@ -59,7 +64,7 @@ def test_fewer_layers_and_a_small_model_have_fewer_numbers(family: str) -> None:
     assert count(None, True) < count(2, False) < count(None, False)
 
 
-@pytest.mark.parametrize("family", PUBLISHED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_keeps_a_model_from_ending_is_in_its_folder(family: str) -> None:
     found, rules = shapes(family, None, False)[""], rules_of(family, CONFIGS[family](None, False))
     assert rules.zero_rows or rules.constants
@@ -115,3 +120,14 @@ def test_one_stage_gets_its_tensors_alone(tmp_path: Path) -> None:
     names = Checkpoint(tmp_path / "audio_tokenizer").names()
     assert names
     assert all(name.startswith("quantizer.") for name in names)
+
+
+def test_a_folder_of_qwen3_asr_is_one_that_its_family_takes(tmp_path: Path) -> None:
+    make("qwen3_asr", tmp_path, tiny=True)
+    spec = AsrSpec.load(str(tmp_path))
+    assert (spec.layout, spec.eos_ids, spec.audio_id) == (AUTHORS, (151643, 151645), 151676)
+    assert load_decoder(spec).config.tied_embeddings
+    assert (
+        PromptWriter(TextTokenizer.load(tmp_path), spec.audio_id).write([], 3, "English").ids.tolist().count(151676)
+        == 3
+    )

@@ -6,8 +6,8 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,10 +48,45 @@ LOAD_OPTIONS = (
 """What is offered to whom, and where the figures go; the same for each kind of load."""
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What ``LOAD_OPTIONS`` say; without ``levels`` callers are doubled until the plateau."""
+
+    urls: Sequence[str]
+    levels: Sequence[int] | None
+    load: Load
+    gpu: int
+    out: Path | None
+
+
 def load_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command ``LOAD_OPTIONS``, which it gets as an ``Offer``, its first argument."""
+
+    @wraps(command)
+    def offered(
+        urls: Sequence[str],
+        concurrency: str | None,
+        rate: float | None,
+        burst: int,
+        seconds: float,
+        warmup: float,
+        timeout: float,
+        gpu: int,
+        out: Path | None,
+        **of_this_kind: Any,
+    ) -> None:
+        from sgl_omni.bench.measure import Load
+
+        if concurrency is not None and rate is not None:
+            raise click.UsageError("give --concurrency (closed loop) or --rate (open loop), not both")
+        levels = parse_levels(concurrency) if concurrency is not None else None
+        load = Load(rate=rate or 0.0, warmup=warmup, seconds=seconds, timeout=timeout, burst=burst)
+        command(Offer(urls, levels, load, gpu, out), **of_this_kind)
+
+    found: Callable[..., None] = offered
     for option in reversed(LOAD_OPTIONS):
-        command = option(command)
-    return command
+        found = option(found)
+    return found
 
 
 @click.group()
@@ -70,40 +105,27 @@ def app() -> None:
 @click.option("--voice", help="Voice in the requests; the server's default if left out.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Steps of the model that a speech may take.")
 def speech(
-    urls: Sequence[str],
-    concurrency: str | None,
-    rate: float | None,
+    offer: Offer,
     texts: str,
     mix: str | None,
     seed: int,
     model: str,
     voice: str | None,
     max_new_tokens: int | None,
-    gpu: int,
-    out: Path | None,
-    warmup: float,
-    seconds: float,
-    timeout: float,
-    burst: int,
 ) -> None:
     """Speech from running servers, driven by one client process a replica.
 
     Exit status: 1 when a client fails or no request ends well, 2 when an option is refused.
     """
-    from sgl_omni.bench.measure import Load
     from sgl_omni.bench.report import speech_table
     from sgl_omni.bench.workload import Workload, load_texts, parse_mix
 
-    if concurrency is not None and rate is not None:
-        raise click.UsageError("give --concurrency (closed loop) or --rate (open loop), not both")
-    levels = parse_levels(concurrency) if concurrency is not None else None
     try:
         parsed = parse_mix(mix) if mix is not None else None
         workload = Workload(load_texts(texts), seed, parsed, model, voice, max_new_tokens)
     except InvalidRequest as error:
         raise click.UsageError(str(error)) from error
-    load = Load(rate=rate or 0.0, warmup=warmup, seconds=seconds, timeout=timeout, burst=burst)
-    _report(urls, workload, levels, load, gpu, out, speech_table)
+    _report(offer, workload, speech_table)
 
 
 @app.command()
@@ -117,41 +139,28 @@ def speech(
 @click.option("--ignore-eos", is_flag=True, help="Every answer has --max-tokens tokens, whatever the model says.")
 @click.option("--temperature", type=click.FloatRange(0, 2), help="The server's default if left out.")
 def chat(
-    urls: Sequence[str],
-    concurrency: str | None,
-    rate: float | None,
+    offer: Offer,
     texts: str,
     seed: int,
     model: str,
     max_tokens: int,
     ignore_eos: bool,
     temperature: float | None,
-    gpu: int,
-    out: Path | None,
-    warmup: float,
-    seconds: float,
-    timeout: float,
-    burst: int,
 ) -> None:
     """Streamed chat answers from running servers, driven by one client process a replica.
 
     Exit status: 1 when a client fails or no request ends well, 2 when an option is refused.
     """
     from sgl_omni.bench.chat import ChatOptions
-    from sgl_omni.bench.measure import Load
     from sgl_omni.bench.report import chat_table
     from sgl_omni.bench.workload import Workload, load_texts
 
-    if concurrency is not None and rate is not None:
-        raise click.UsageError("give --concurrency (closed loop) or --rate (open loop), not both")
-    levels = parse_levels(concurrency) if concurrency is not None else None
     try:
         workload = Workload(load_texts(texts), seed, model=model)
     except InvalidRequest as error:
         raise click.UsageError(str(error)) from error
-    load = Load(rate=rate or 0.0, warmup=warmup, seconds=seconds, timeout=timeout, burst=burst)
     options = ChatOptions(max_tokens, ignore_eos, temperature)
-    _report(urls, workload, levels, load, gpu, out, chat_table, options)
+    _report(offer, workload, chat_table, options)
 
 
 @app.command()
@@ -168,92 +177,68 @@ def chat(
 @click.option("--prompt", help="Context in the requests.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Of an answer, at most.")
 def transcription(
-    urls: Sequence[str],
-    concurrency: str | None,
-    rate: float | None,
+    offer: Offer,
     audio: Path,
     seed: int,
     model: str,
     language: str | None,
     prompt: str | None,
     max_new_tokens: int | None,
-    gpu: int,
-    out: Path | None,
-    warmup: float,
-    seconds: float,
-    timeout: float,
-    burst: int,
 ) -> None:
     """Streamed transcriptions from running servers, driven by one client process a replica.
 
     Exit status: 1 when a client fails or no request ends well, 2 when an option is refused.
     """
-    from sgl_omni.bench.measure import Load
     from sgl_omni.bench.report import transcription_table
     from sgl_omni.bench.transcription import TranscriptionOptions, find_recordings
     from sgl_omni.bench.workload import Workload
 
-    if concurrency is not None and rate is not None:
-        raise click.UsageError("give --concurrency (closed loop) or --rate (open loop), not both")
-    levels = parse_levels(concurrency) if concurrency is not None else None
     try:
         recordings = find_recordings(audio)
     except InvalidRequest as error:
         raise click.UsageError(str(error)) from error
     workload = Workload(tuple(recordings), seed, model=model)
-    load = Load(rate=rate or 0.0, warmup=warmup, seconds=seconds, timeout=timeout, burst=burst)
     options = TranscriptionOptions(recordings, language, prompt, max_new_tokens)
-    _report(urls, workload, levels, load, gpu, out, transcription_table, transcription=options)
+    _report(offer, workload, transcription_table, transcription=options)
 
 
 def _report(
-    urls: Sequence[str],
+    offer: Offer,
     workload: Workload,
-    levels: Sequence[int] | None,
-    load: Load,
-    gpu: int,
-    out: Path | None,
     table: Callable[[Sequence[dict[str, Any]]], str],
     chat: ChatOptions | None = None,
     transcription: TranscriptionOptions | None = None,
 ) -> None:
     """Measures, prints the table, and writes the figures down."""
-    urls = [check_url(url) for url in urls]
-    figures = asyncio.run(_measure(urls, workload, levels, load, gpu, chat, transcription))
+    offer = replace(offer, urls=[check_url(url) for url in offer.urls])
+    figures = asyncio.run(_measure(offer, workload, chat, transcription))
     click.echo(table(figures))
     for level in figures:
         click.echo(_balance(level))
-    if out is not None:
-        out.write_text(json.dumps({"urls": urls, "levels": figures}, indent=1) + "\n")
+    if offer.out is not None:
+        offer.out.write_text(json.dumps({"urls": offer.urls, "levels": figures}, indent=1) + "\n")
     if not any(level["requests"] for level in figures):
         raise click.ClickException("no request ended well: " + "; ".join(figures[0]["error_examples"]))
 
 
 async def _measure(
-    urls: Sequence[str],
-    workload: Workload,
-    levels: Sequence[int] | None,
-    load: Load,
-    gpu: int,
-    chat: ChatOptions | None,
-    transcription: TranscriptionOptions | None,
+    offer: Offer, workload: Workload, chat: ChatOptions | None, transcription: TranscriptionOptions | None
 ) -> list[dict[str, Any]]:
     from sgl_omni.bench.measure import Sweep, measure
 
-    asked = partial(measure, urls, workload, gpu=gpu, chat=chat, transcription=transcription)
-    if load.rate:
-        return [await asked(load)]
+    asked = partial(measure, offer.urls, workload, gpu=offer.gpu, chat=chat, transcription=transcription)
+    if offer.load.rate:
+        return [await asked(offer.load)]
     figures: list[dict[str, Any]] = []
 
     async def at(level: int) -> dict[str, Any]:
-        offered = replace(load, concurrency=level)
-        found = await asked(offered, streams=64 * len(figures))
+        found = await asked(replace(offer.load, concurrency=level), streams=64 * len(figures))
         click.echo(f"{level} callers each: {found['requests_per_s']:.2f} requests/s", err=True)
         figures.append(found)
         return found
 
-    if levels is not None:
-        for level in levels:
+    if offer.levels is not None:
+        for level in offer.levels:
             await at(level)
         return figures
     sweep = Sweep()

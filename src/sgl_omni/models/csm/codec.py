@@ -1,13 +1,11 @@
 """Mimi, the codec inside a CSM checkpoint, in float32: samples to frames of codes, and frames to samples by the piece.
 
-Layers are transformers' own. Every part of the decoder is causal, and a stream remembers what the next piece will see
-of the last, so that the pieces are the whole but for rounding, and no frame is decoded twice.
+Layers are transformers' own. Every part of the decoder is causal, and several streams are decoded together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sgl_omni.audio.causal import CausalStream, Codes, Layout, Pieces, filled_up
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.rope import Rope, RopeConfig, rotate
 
+_CONVOLUTION = (nn.Conv1d, nn.ConvTranspose1d)
 _PREFIX = "codec_model."
 _HALVES = {
     "encoder": ("encoder", "encoder_transformer", "downsample"),
     "decoder": ("decoder", "decoder_transformer", "upsample"),
 }
-
-
-@dataclass(slots=True)
-class CodecStream:
-    """What the parts remember of one stream, by the part, and how many steps of the transformer have gone by."""
-
-    memory: dict[nn.Module, Tensor] = field(default_factory=dict)
-    steps: int = 0
 
 
 class CodecEncoder:
@@ -59,16 +51,26 @@ class CodecEncoder:
 
 
 class CodecDecoder:
-    """Codes to samples, as the next piece of a stream."""
+    """Codes to samples, as the next pieces of streams."""
 
     def __init__(self, parts: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         self.num_codebooks = int(config["num_quantizers"])
         self.sample_rate = int(config.get("sampling_rate", 24000))
         self._parts = parts
         self._upsample = parts["upsample"].conv
-        layer = parts["decoder_transformer"].layers[0].self_attn
-        self._head_dim, self._window = int(layer.head_dim), int(config.get("sliding_window", 250))
+        self._layers = parts["decoder_transformer"].layers
+        attention = self._layers[0].self_attn
+        self._head_dim, self._window = int(attention.head_dim), int(config.get("sliding_window", 250))
         self._rope = Rope(RopeConfig.parse(config), self._head_dim, self.device)
+        kept = 2, self._window - 1, attention.k_proj.out_features // self._head_dim, self._head_dim
+        convolutions = [
+            self._upsample,
+            *(part for part in parts["decoder"].modules() if isinstance(part, _CONVOLUTION)),
+        ]
+        self._layout = Layout(
+            {part: (part.in_channels, left) for part in convolutions if (left := _left(part))}
+            | {layer.self_attn: kept for layer in self._layers}
+        )
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> CodecDecoder:
@@ -81,81 +83,74 @@ class CodecDecoder:
         weight: Tensor = self._upsample.weight
         return weight.device
 
-    @torch.inference_mode()
-    def decode(self, codes: Tensor, stream: CodecStream) -> Tensor:
-        """The stream's next codes int64 [frames, codebooks] -> float32 [samples], about -1 to 1."""
-        x = self._parts["quantizer"].decode(codes.T[None].to(self.device))
-        x = self._grown(self._upsample, x, stream)
-        positions = torch.arange(stream.steps, stream.steps + x.shape[-1], device=x.device)
-        stream.steps += x.shape[-1]
-        rotation = self._rope(positions[None], x.dtype)
-        x = x[0].T
-        for layer in self._parts["decoder_transformer"].layers:
-            x = x + layer.self_attn_layer_scale(
-                self._attended(layer.self_attn, layer.input_layernorm(x), rotation, stream)
-            )
-            x = x + layer.mlp_layer_scale(layer.mlp(layer.post_attention_layernorm(x)))
-        x = x.T[None]
-        for layer in self._parts["decoder"].layers:
-            x = self._layer(layer, x, stream)
-        samples: Tensor = x[0, 0].cpu()
-        return samples
+    def open(self) -> CausalStream:
+        return self._layout.open(self.device)
 
-    def _layer(self, layer: Any, x: Tensor, stream: CodecStream) -> Tensor:
+    @torch.inference_mode()
+    def decode(self, codes: Sequence[Codes], streams: Sequence[CausalStream]) -> list[Tensor]:
+        """The next codes [frames, codebooks] of as many streams -> float32 [samples] of each, about -1 to 1, on the
+        host."""
+        frames = [len(each) for each in codes]
+        pieces = Pieces(self._layout, streams, frames)
+        x = self._parts["quantizer"].decode(filled_up(codes).to(self.device).transpose(1, 2))
+        x = self._transformed(self._grown(self._upsample, x, pieces).transpose(1, 2), pieces).transpose(1, 2)
+        for layer in self._parts["decoder"].layers:
+            x = self._layer(layer, x, pieces)
+        samples = x[:, 0].cpu()
+        pieces.finish()
+        hop = samples.shape[1] // max(frames)
+        return [row[: count * hop] for row, count in zip(samples, frames, strict=True)]
+
+    def _transformed(self, x: Tensor, pieces: Pieces) -> Tensor:
+        """[batch, steps, width] -> the same."""
+        batch, steps, _ = x.shape
+        cosine, sine = self._rope(pieces.positions(steps).view(1, -1), x.dtype)
+        rotation = cosine.view(batch, steps, 1, -1), sine.view(batch, steps, 1, -1)
+        near = pieces.near(self._window, steps)
+        for layer in self._layers:
+            mixed = self._attended(layer.self_attn, layer.input_layernorm(x), rotation, near, pieces)
+            x = x + layer.self_attn_layer_scale(mixed)
+            x = x + layer.mlp_layer_scale(layer.mlp(layer.post_attention_layernorm(x)))
+        return x
+
+    def _attended(
+        self, attention: Any, x: Tensor, rotation: tuple[Tensor, Tensor], near: Tensor, pieces: Pieces
+    ) -> Tensor:
+        heads = (*x.shape[:2], -1, self._head_dim)
+        q, k, v = (part(x).view(heads) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+        mixed = pieces.attention(attention, rotate(q, rotation), rotate(k, rotation), v, near)
+        found: Tensor = attention.o_proj(mixed)
+        return found
+
+    def _layer(self, layer: Any, x: Tensor, pieces: Pieces) -> Tensor:
         """One of the convolutional layers: they are told apart by what they hold."""
         if hasattr(layer, "block"):
             y = x
             for part in layer.block:
-                y = self._layer(part, y, stream)
+                y = self._layer(part, y, pieces)
             return x + y
         conv = getattr(layer, "conv", None)
         if isinstance(conv, nn.ConvTranspose1d):
-            return self._grown(conv, x, stream)
+            return self._grown(conv, x, pieces)
         if isinstance(conv, nn.Conv1d):
-            x = _joined(conv, x, (conv.kernel_size[0] - 1) * conv.dilation[0], stream)
+            x = pieces.behind(conv, x) if _left(conv) else x
             return F.conv1d(x, conv.weight, conv.bias, dilation=conv.dilation, groups=conv.groups)
         found: Tensor = layer(x)
         return found
 
-    def _grown(self, conv: nn.ConvTranspose1d, x: Tensor, stream: CodecStream) -> Tensor:
-        """[1, channels, time] -> [1, channels, time * stride]; a kernel of two strides reaches into what follows."""
-        stride, length = conv.stride[0], x.shape[-1] * conv.stride[0]
-        left = -(-conv.kernel_size[0] // stride) - 1
-        found: Tensor = conv(_joined(conv, x, left, stream))
+    def _grown(self, conv: nn.ConvTranspose1d, x: Tensor, pieces: Pieces) -> Tensor:
+        """[batch, channels, time] -> [batch, channels, time * stride]; a kernel of two strides reaches into what
+        follows."""
+        stride, length, left = conv.stride[0], x.shape[-1] * conv.stride[0], _left(conv)
+        found: Tensor = conv(pieces.behind(conv, x) if left else x)
         return found[..., left * stride : left * stride + length]
 
-    def _attended(self, attention: Any, x: Tensor, rotation: tuple[Tensor, Tensor], stream: CodecStream) -> Tensor:
-        """x [n, width]: each row sees itself and the rows of the window before it."""
-        n = x.shape[0]
-        q, k, v = (
-            part(x).view(n, -1, self._head_dim) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        kv = torch.stack([rotate(k, rotation), v])
-        before = stream.memory.get(attention)
-        kv = kv if before is None else torch.cat([before, kv], 1)
-        stream.memory[attention] = kv[:, max(0, kv.shape[1] - self._window + 1) :].clone()
-        places = torch.arange(kv.shape[1], device=x.device)
-        distance = places[-n:, None] - places
-        keys, values = kv.transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            rotate(q, rotation).transpose(0, 1)[None],
-            keys[None],
-            values[None],
-            attn_mask=(distance >= 0) & (distance < self._window),
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        found: Tensor = attention.o_proj(out[0].transpose(0, 1).flatten(1))
-        return found
 
-
-def _joined(part: nn.Module, x: Tensor, left: int, stream: CodecStream) -> Tensor:
-    """x [1, channels, time] behind the last ``left`` of what this part saw before; zeros at the beginning."""
-    if not left:
-        return x
-    before = stream.memory.get(part)
-    x = F.pad(x, (left, 0)) if before is None else torch.cat([before, x], -1)
-    stream.memory[part] = x[..., -left:].clone()
-    return x
+def _left(conv: nn.Conv1d | nn.ConvTranspose1d) -> int:
+    """Steps of its input that a causal convolution sees before the one at hand."""
+    if isinstance(conv, nn.ConvTranspose1d):
+        return -(-conv.kernel_size[0] // conv.stride[0]) - 1
+    return (conv.kernel_size[0] - 1) * conv.dilation[0]
 
 
 def _load(folder: Path, config: Mapping[str, Any], half: str, device: torch.device | str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sgl_omni.models.defaults import most_streams
 from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.folder import find_folder, read_json
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, StreamStage
@@ -57,12 +58,17 @@ def create_engine(
 
 
 def create_vocoder(
-    model_path: str, gpu_id: int | None = None, device: str = "cpu", num_threads: int = 1
+    model_path: str,
+    gpu_id: int | None = None,
+    device: str = "cpu",
+    num_threads: int = 1,
+    max_batch: int | None = None,
 ) -> StreamStage[Any]:
-    """Frames of codes to audio by Mimi's decoder, at the asked speed."""
+    """Frames of codes to audio by Mimi's decoder, at the asked speed; ``max_batch`` as `most_streams` says."""
     from sgl_omni.engine.task import HandOver
     from sgl_omni.models.csm.codec import CodecDecoder
     from sgl_omni.models.csm.vocoder import CsmVocoder
 
+    most = most_streams(max_batch, device)
     codec = CodecDecoder.load(find_folder(model_path), device)
-    return CsmVocoder(codec, HandOver(FIRST_FRAMES, THEN_FRAMES), num_threads)
+    return CsmVocoder(codec, HandOver(FIRST_FRAMES, THEN_FRAMES), num_threads, most)

@@ -2,79 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
-
-from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Request
-from sgl_omni.engine.task import HandOver, InputSpec, Task, frames_asked, number, parse_sampling
+from sgl_omni.engine.task import HandOver, InputSpec
 from sgl_omni.models.csm.spec import CsmSpec
+from sgl_omni.models.speech_rows import SpeechRowsTask
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    speed: float
-
-
-class CsmTask(Task):
-    """``prompt_ids`` [length, 1 + codebooks]; chunks are ``codes`` int16 [frames, codebooks] and the asked ``speed``.
-
-    The frame whose codes all mean the end is not spoken.
-    """
+class CsmTask(SpeechRowsTask):
+    """The frame whose codes all mean the end is not spoken."""
 
     def __init__(self, spec: CsmSpec, *, default_max_frames: int = 1125, hand_over: HandOver | None = None) -> None:
-        self._spec = spec
-        self._default_max_frames = default_max_frames
-        self._hand_over = hand_over or HandOver()
-        self._inputs = InputSpec(
+        inputs = InputSpec(
             vocab_sizes=(spec.text_vocab_size,) + (spec.vocab_size,) * spec.num_codebooks,
             hidden_size=spec.backbone.hidden_size,
         )
-
-    def parse(self, request_id: str, payload: Payload) -> Request:
-        """Without ``max_frames`` a long prompt leaves less room for the audio."""
-        prompt = self._inputs.prompt(payload)
-        positions = self._spec.backbone.max_positions
-        room = None if positions is None else positions - len(prompt)
-        frames = frames_asked(payload, self._default_max_frames, room)
-        return Request(
-            request_id,
-            prompt,
-            max_outputs=frames,
-            sampling=parse_sampling(payload),
-            due=self._hand_over.first,
-            task=_Options(number(payload, "speed", 1.0)),
+        super().__init__(
+            inputs,
+            end_id=spec.audio_end_id,
+            max_positions=spec.backbone.max_positions,
+            default_max_frames=default_max_frames,
+            hand_over=hand_over,
         )
+        self._end_code = spec.end_code
 
     def take(self, request: Request, row: list[int]) -> bool:
-        ends = row[0] == self._spec.audio_end_id
-        if not (ends and row[-1] == self._spec.end_code):
+        ends = row[0] == self._end_id
+        if not (ends and row[-1] == self._end_code):
             request.outputs.append(row)
         if ends:
             request.finish_reason = "stop"
         elif request.is_at_limit:
             request.finish_reason = "length"
         return request.finish_reason is not None
-
-    def quiet_rows(self, request: Request) -> int:
-        return min(request.max_outputs, request.due) - 1 - len(request.outputs)
-
-    def ends(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        return rows[:, 0] == self._spec.audio_end_id
-
-    def chunk(self, request: Request) -> Payload | None:
-        if request.sent == len(request.outputs):
-            return None
-        new = [row[1:] for row in request.outputs[request.sent :]]
-        request.sent = len(request.outputs)
-        request.due = request.sent + self._hand_over.frames_after(request.sent)
-        return {"codes": np.asarray(new, dtype=np.int16), "speed": request.task.speed}
-
-    def result(self, request: Request) -> Payload:
-        return {
-            "finish_reason": request.finish_reason,
-            "input_tokens": request.prompt_length,
-            "output_tokens": len(request.outputs),
-        }

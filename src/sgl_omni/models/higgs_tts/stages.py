@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sgl_omni.models.defaults import most_streams
 from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.higgs_tts.checkpoint import HiggsCheckpoint
 from sgl_omni.models.higgs_tts.preprocess import SpeechPreprocessor
@@ -105,8 +106,14 @@ def create_engine(
     return EngineStage(AutoregressiveEngine.build(model, task, settings, max_positions=positions))
 
 
-def create_vocoder(model_path: str, gpu_id: int | None = None, device: str = "cpu", num_threads: int = 1) -> Stage:
-    """Codes to audio, at the asked speed."""
+def create_vocoder(
+    model_path: str,
+    gpu_id: int | None = None,
+    device: str = "cpu",
+    num_threads: int = 1,
+    max_batch: int | None = None,
+) -> Stage:
+    """Codes to audio, at the asked speed; ``max_batch`` as `most_streams` says."""
     from sgl_omni.models.higgs_audio_v2.codec_decoder import CodecDecoder
     from sgl_omni.models.higgs_tts.vocoder import HiggsVocoder
 
@@ -114,4 +121,4 @@ def create_vocoder(model_path: str, gpu_id: int | None = None, device: str = "cp
     decoder = CodecDecoder.load(
         checkpoint.codec_folder, checkpoint.codec, prefix=checkpoint.codec_prefix, device=device
     )
-    return HiggsVocoder(decoder, num_threads)
+    return HiggsVocoder(decoder, num_threads, most_streams(max_batch, device))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sgl_omni.audio.gathering import Gathering
 from sgl_omni.models.higgs_audio_v2.codec_decoder import CodecDecoder
 from sgl_omni.runtime.stage import Payload, Request, StreamStage
 
@@ -22,8 +22,6 @@ Samples = NDArray[np.float32]
 FIRST_CUTS = (4, 12)
 CHUNK_FRAMES = 24
 """Frames of a chunk after the first two, which are shorter so that sound comes soon."""
-
-MOST_STREAMS = 32
 
 
 def cut_after(start: int) -> int:
@@ -47,24 +45,23 @@ class HiggsVocoder(StreamStage[VocoderState]):
     ``{"audio", "sample_rate"}``.
 
     A chunk is decoded with all the frames around it that its samples depend on, so the joins are those of decoding
-    everything at once, but for the rounding of sums in another order.
+    everything at once, but for the rounding of sums in another order. Up to ``max_batch`` chunks of several requests
+    that have the same length are decoded together; with 1, samples are the same bits in every company.
     """
 
-    def __init__(self, decoder: CodecDecoder, num_threads: int = 1) -> None:
+    def __init__(self, decoder: CodecDecoder, num_threads: int = 1, max_batch: int = 1) -> None:
         self._decoder = decoder
         self._num_threads = num_threads
         self._before, self._after = decoder.spec.context
         self._on_gpu = decoder.device.type == "cuda"
-        # On a CPU each window is decoded by itself, which makes its samples the same bits in every company.
-        self._queue = DecodeQueue(decoder, MOST_STREAMS if self._on_gpu else 1)
-        self.concurrency = MOST_STREAMS if self._on_gpu else 1
+        self._windows: Gathering[NDArray[np.int16], Samples] = Gathering(self._decode_all, max_batch, len)
+        self.concurrency = max_batch
 
     def open(self, request: Request) -> VocoderState:
+        self._windows.join()
         return VocoderState(np.zeros((0, self._decoder.spec.num_codebooks), np.int16))
 
     def feed(self, state: VocoderState, chunk: Payload) -> Iterable[Payload]:
-        if not self._on_gpu:  # OpenMP keeps the count per thread
-            torch.set_num_threads(self._num_threads)
         if not state.opened:
             state.opened = True
             state.stretch = self._stretch(chunk.get("speed", 1.0))
@@ -79,13 +76,16 @@ class HiggsVocoder(StreamStage[VocoderState]):
     def result(self, state: VocoderState, payload: Payload) -> Payload:
         return payload
 
+    def close(self, state: VocoderState) -> None:
+        self._windows.leave()
+
     def _decode(self, state: VocoderState, ready: int, last: bool = False) -> Iterator[Payload]:
         """Chunks that end at frame ``ready`` at the latest; with ``last`` the one that ``ready`` cuts short too."""
         hop = self._decoder.spec.hop
         while (end := cut_after(state.start)) <= ready or (last and state.start < ready):
             end = min(end, len(state.codes))
             first = max(0, state.start - self._before)
-            audio = self._queue.decode(state.codes[first : end + self._after])
+            audio = self._windows(state.codes[first : end + self._after])
             audio = audio[(state.start - first) * hop : (end - first) * hop]
             state.start = end
             yield from self._emit(state.stretch.feed(audio) if state.stretch else audio)
@@ -101,54 +101,9 @@ class HiggsVocoder(StreamStage[VocoderState]):
 
         return TimeStretch(speed, self._decoder.spec.sample_rate)
 
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """Codes [frames, codebooks] to decode."""
-
-    codes: NDArray[np.int16]
-    audio: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
-    error: Exception | None = None
-    done: bool = False
-
-
-class DecodeQueue:
-    """Decodes windows of many threads together: whoever has the turn takes along those of the same length that wait."""
-
-    def __init__(self, decoder: CodecDecoder, most: int) -> None:
-        self._decoder = decoder
-        self._most = most
-        self._waiting: list[_Job] = []
-        self._lock = threading.Lock()
-        self._turn = threading.Lock()
-
-    def decode(self, codes: NDArray[np.int16]) -> Samples:
-        """codes [frames, codebooks] -> float32 [frames * hop]. Raises what decoding raised."""
-        job = _Job(codes)
-        with self._lock:
-            self._waiting.append(job)
-        with self._turn:
-            if not job.done:
-                self._run(self._take(job))
-        if job.error is not None:
-            raise job.error
-        return job.audio
-
-    def _take(self, job: _Job) -> list[_Job]:
-        with self._lock:
-            same = [each for each in self._waiting if each is not job and len(each.codes) == len(job.codes)]
-            taken = [job, *same[: self._most - 1]]
-            self._waiting = [each for each in self._waiting if not any(each is one for one in taken)]
-        return taken
-
-    def _run(self, jobs: list[_Job]) -> None:
-        try:
-            stacked = np.stack([job.codes for job in jobs]).astype(np.int64)
-            audio = self._decoder.decode(torch.from_numpy(stacked).to(self._decoder.device)).cpu().numpy()
-            for job, samples in zip(jobs, audio, strict=True):
-                job.audio = samples
-        except Exception as error:  # noqa: BLE001 - each of the threads that wait must learn of it
-            for job in jobs:
-                job.error = error
-        for job in jobs:
-            job.done = True
+    def _decode_all(self, windows: list[NDArray[np.int16]]) -> list[Samples]:
+        """Windows [frames, codebooks] of one length -> float32 [frames * hop] of each."""
+        if not self._on_gpu:  # OpenMP keeps the count per thread
+            torch.set_num_threads(self._num_threads)
+        stacked = torch.from_numpy(np.stack(windows).astype(np.int64))
+        return [*self._decoder.decode(stacked.to(self._decoder.device)).cpu().numpy()]

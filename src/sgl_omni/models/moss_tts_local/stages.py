@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sgl_omni.errors import StartupError
+from sgl_omni.models.defaults import most_streams
 from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.folder import find_folder, read_json
 from sgl_omni.models.moss_tts_local.files import codec_folder
@@ -72,11 +72,7 @@ def create_vocoder(
     dtype: str | None = None,
     max_batch: int | None = None,
 ) -> StreamStage[Any]:
-    """Frames of codes to audio, at the asked speed.
-
-    ``max_batch``: requests that are decoded together; 32 on a GPU unless it is given. Elsewhere it is 1, and a
-    request's audio the same bits whatever else is spoken.
-    """
+    """Frames of codes to audio, at the asked speed; ``max_batch`` as `most_streams` says."""
     from sgl_omni.engine.task import HandOver
     from sgl_omni.models.moss_tts_local.codec import CodecDecoder
     from sgl_omni.models.moss_tts_local.vocoder import MossVocoder
@@ -84,8 +80,4 @@ def create_vocoder(
     folder = find_folder(model_path)
     books = read_json(folder)["n_vq"]
     codec = CodecDecoder.load(codec_folder(folder), books, device, dtype_of(dtype, device))
-    if max_batch is None:
-        max_batch = 32 if device.startswith("cuda") else 1
-    if max_batch < 1:
-        raise StartupError(f"max_batch must be 1 or more, not {max_batch}")
-    return MossVocoder(codec, books, HandOver(FIRST_FRAMES, THEN_FRAMES), max_batch)
+    return MossVocoder(codec, books, HandOver(FIRST_FRAMES, THEN_FRAMES), most_streams(max_batch, device))

@@ -10,11 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sgl_omni.audio.gathering import Gathering
 from sgl_omni.errors import StartupError
 from sgl_omni.models.qwen3_omni.loading import load_part, whole_config
 from sgl_omni.models.qwen3_omni.prompt_spec import SAMPLE_RATE
-from sgl_omni.models.qwen3_omni.windows import Audio, Codes, WindowBatcher
 from sgl_omni.runtime.stage import Payload, Request, StreamStage
+
+Codes = NDArray[np.int64]
+Audio = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +98,10 @@ class Code2Wav(StreamStage[SpokenState]):
         self.concurrency = max_batch
         self._vocoder = vocoder
         self._cuts = cuts
-        self._batches = WindowBatcher(vocoder.decode, max_batch)
+        self._decode: Gathering[Codes, Audio] = Gathering(vocoder.decode, max_batch)
 
     def open(self, request: Request) -> SpokenState:
+        self._decode.join()
         return SpokenState(np.zeros((0, self._vocoder.codebooks), dtype=np.int64))
 
     def feed(self, state: SpokenState, chunk: Payload) -> Iterable[Payload]:
@@ -112,10 +116,13 @@ class Code2Wav(StreamStage[SpokenState]):
     def result(self, state: SpokenState, payload: Payload) -> Payload:
         return payload
 
+    def close(self, state: SpokenState) -> None:
+        self._decode.leave()
+
     def _piece(self, state: SpokenState, end: int) -> Iterator[Payload]:
         """Decodes up to frame ``end`` with what lies before, and yields the samples that are new."""
         first = max(0, state.start - self._cuts.context)
-        audio = self._batches.decode(np.ascontiguousarray(state.codes[first:end].T))
+        audio = self._decode(np.ascontiguousarray(state.codes[first:end].T))
         new = audio[state.sent - first * self._vocoder.samples_per_frame :]
         state.start, state.length = end, end - state.start
         state.sent += len(new)

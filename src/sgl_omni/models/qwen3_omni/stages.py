@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sgl_omni.errors import StartupError
+from sgl_omni.models.defaults import engine_settings
 from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.folder import find_folder
 from sgl_omni.models.qwen3_omni.prompt_spec import ARCHITECTURE, PromptSpec, check_checkpoint, eos_ids
 from sgl_omni.runtime.stage import BatchStage, EngineStage, FunctionStage, Payload, StreamStage
 
 if TYPE_CHECKING:
-    from sgl_omni.engine.engine import EngineSettings
     from sgl_omni.engine.shard import Shard
     from sgl_omni.engine.weights import WeightStore
-
-_POOL_SIZES = ("max_total_tokens", "kv_cache_bytes", "mem_fraction_static", "budget_bytes")
-_CPU_TOKENS = 4096
-"""The KV pool on a CPU where nothing says how large it is."""
 
 
 def create_preprocessing(
@@ -87,7 +82,7 @@ def create_thinker(
 
     folder = find_folder(model_path)
     facts = check_checkpoint(folder)
-    settings = _settings(engine, device, budget_bytes)
+    settings = engine_settings(engine, device, budget_bytes)
     accept = facts["talker_config"]["accept_hidden_layer"]
     model = load_thinker(
         folder,
@@ -144,7 +139,7 @@ def create_talker(
     dtype = dtype_of((engine or {}).get("dtype"), device)
     model = TalkerModel.load(folder, device, dtype, weights=weights, policy=SharePolicy(ARCHITECTURE))
     task = TalkerTask(model.spec, model.marks()[2])
-    settings = _settings(engine, device, budget_bytes)
+    settings = engine_settings(engine, device, budget_bytes)
     return EngineStage(TalkerEngine(AutoregressiveEngine.build(model, task, settings), model))
 
 
@@ -196,12 +191,3 @@ def merge_embeddings(inputs: dict[str, Payload]) -> Payload:
         order = np.argsort(at)
         made |= {"inserted_at": at[order], "inserted_embeddings": embeddings[torch.from_numpy(order)]}
     return made
-
-
-def _settings(engine: dict[str, Any] | None, device: str, budget_bytes: int | None) -> EngineSettings:
-    from sgl_omni.engine.engine import EngineSettings
-
-    settings = EngineSettings.parse(engine or {}, budget_bytes=budget_bytes)
-    if device == "cpu" and not any(getattr(settings, key) for key in _POOL_SIZES):
-        return replace(settings, max_total_tokens=_CPU_TOKENS)
-    return settings

@@ -1,13 +1,8 @@
-"""The 12 Hz speech tokenizer's decoder: frames of codes to a waveform, all at once or piece by piece.
-
-Every part is causal and a stream remembers what the next piece will see of the last (``Memory``), so the pieces are
-the whole but for rounding, and no frame is decoded twice.
-"""
+"""The 12 Hz speech tokenizer's decoder: frames of codes to waveforms, piece by piece and several streams at once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sgl_omni.audio.causal import CausalStream, Codes, Layout, Pieces, filled_up
 from sgl_omni.engine.checkpoint import Checkpoint, Slot, read_config
 from sgl_omni.engine.rope import Rope, RopeConfig
 from sgl_omni.errors import StartupError
@@ -23,21 +19,12 @@ from sgl_omni.models.qwen3_tts.codec_layers import (
     CausalUpsample,
     ConvNeXtBlock,
     GatedMLP,
-    Memory,
     Quantizer,
     Scale,
     SnakeBeta,
     UpsampleBlock,
     WindowAttention,
 )
-
-
-@dataclass(slots=True)
-class CodecStream:
-    """One stream of audio: what its parts remember, and how many frames have gone by."""
-
-    memory: Memory = field(default_factory=dict)
-    frames: int = 0
 
 
 class TransformerLayer(nn.Module):
@@ -59,14 +46,14 @@ class TransformerLayer(nn.Module):
         self.self_attn_layer_scale = Scale(width)
         self.mlp_layer_scale = Scale(width)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
-        x = x + self.self_attn_layer_scale(self.self_attn(self.input_layernorm(x), rotation, memory))
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], near: Tensor, pieces: Pieces) -> Tensor:
+        x = x + self.self_attn_layer_scale(self.self_attn(self.input_layernorm(x), rotation, near, pieces))
         found: Tensor = x + self.mlp_layer_scale(self.mlp(self.post_attention_layernorm(x)))
         return found
 
 
 class Transformer(nn.Module):
-    """[n, latent] -> [n, latent]."""
+    """[batch, n, latent] -> [batch, n, latent]."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -76,17 +63,19 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(width, config.get("rms_norm_eps", 1e-5))
         self.output_proj = nn.Linear(width, latent)
         self._rope_config = RopeConfig.parse(config)
-        self._head_dim = head_dim(config)
+        self._head_dim, self._window = head_dim(config), config["sliding_window"]
         self._rope: Rope | None = None
 
-    def forward(self, x: Tensor, stream: CodecStream) -> Tensor:
+    def forward(self, x: Tensor, pieces: Pieces) -> Tensor:
         if self._rope is None:
             self._rope = Rope(self._rope_config, self._head_dim, x.device)
-        positions = torch.arange(stream.frames, stream.frames + len(x), device=x.device)
-        rotation = self._rope(positions[None], x.dtype)
+        batch, n, _ = x.shape
+        cosine, sine = self._rope(pieces.positions(n).view(1, -1), x.dtype)
+        rotation = cosine.view(batch, n, 1, -1), sine.view(batch, n, 1, -1)
+        near = pieces.near(self._window, n)
         x = self.input_proj(x)
         for layer in self.layers:
-            x = layer(x, rotation, stream.memory)
+            x = layer(x, rotation, near, pieces)
         found: Tensor = self.output_proj(self.norm(x))
         return found
 
@@ -100,13 +89,13 @@ class SplitQuantizer(nn.Module):
         self.rvq_rest = Quantizer(books - 1, size, width // 2, width)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """codes int64 [books, time] -> [1, width, time]."""
-        found: Tensor = self.rvq_first(codes[:1]) + self.rvq_rest(codes[1:])
+        """codes int64 [batch, time, books] -> [batch, width, time]."""
+        found: Tensor = self.rvq_first(codes[..., :1]) + self.rvq_rest(codes[..., 1:])
         return found
 
 
 class CodecDecoder(nn.Module):
-    """``codes`` int64 [frames, num_codes] -> float32 samples in [-1, 1], ``samples_per_frame`` each."""
+    """The next frames of several streams -> their samples, ``samples_per_frame`` each."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """``config``: the ``decoder_config`` of a speech tokenizer."""
@@ -125,6 +114,7 @@ class CodecDecoder(nn.Module):
         self._ends = CausalConv(latent, channels, 7), SnakeBeta(last), CausalConv(last, 1, 7)
         self.decoder = nn.ModuleList([self._ends[0], *self._blocks, *self._ends[1:]])
         self._context = self._frames_behind()
+        self._layout = Layout({part: part.kept for part in self.modules() if hasattr(part, "kept")})
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> CodecDecoder:
@@ -145,31 +135,38 @@ class CodecDecoder(nn.Module):
     def device(self) -> torch.device:
         return self.pre_conv.conv.weight.device
 
-    @torch.inference_mode()
-    def forward(self, codes: Tensor, stream: CodecStream) -> Tensor:
-        """The next frames of a stream -> their samples [frames * samples_per_frame]."""
-        return self._waveform(self._latent(codes, stream), stream)
+    def open(self) -> CausalStream:
+        return self._layout.open(self.device)
 
     @torch.inference_mode()
-    def prime(self, codes: Tensor, stream: CodecStream) -> None:
-        """As if these frames had been decoded, of which nobody wants the audio: only the last of it is made."""
-        self._waveform(self._latent(codes, stream)[..., -self._context :], stream)
+    def forward(self, codes: Sequence[Codes], streams: Sequence[CausalStream]) -> list[Tensor]:
+        """The next codes [frames, num_codes] of as many streams -> float32 [samples] of each, -1 to 1, on the host."""
+        pieces = Pieces(self._layout, streams, [len(each) for each in codes])
+        audio = self._waveform(self._latent(codes, pieces), pieces).cpu()
+        pieces.finish()
+        return [row[: len(each) * self.samples_per_frame] for row, each in zip(audio, codes, strict=True)]
 
-    def _latent(self, codes: Tensor, stream: CodecStream) -> Tensor:
-        x = self.pre_conv(self.quantizer(codes.T.to(self.device)), stream.memory)
-        latent: Tensor = self.pre_transformer(x[0].T, stream)
-        stream.frames += len(codes)
-        return latent.T[None]
+    @torch.inference_mode()
+    def prime(self, codes: Sequence[Codes], streams: Sequence[CausalStream]) -> None:
+        """As if these frames had been decoded first, of which nobody wants the audio: only the last of it is made."""
+        pieces = Pieces(self._layout, streams, [len(each) for each in codes])
+        self._waveform(pieces.keep_last(self._latent(codes, pieces), self._context), pieces)
+        pieces.finish()
 
-    def _waveform(self, x: Tensor, stream: CodecStream) -> Tensor:
-        memory = stream.memory
+    def _latent(self, codes: Sequence[Codes], pieces: Pieces) -> Tensor:
+        x = self.pre_conv(self.quantizer(filled_up(codes).to(self.device)), pieces)
+        latent: Tensor = self.pre_transformer(x.transpose(1, 2), pieces)
+        return latent.transpose(1, 2)
+
+    def _waveform(self, x: Tensor, pieces: Pieces) -> Tensor:
+        """[batch, latent, frames] -> [batch, samples]"""
         first, snake, last = self._ends
         for grow, convnext in self._grown:
-            x = convnext(grow(x, memory), memory)
-        x = first(x, memory)
+            x = convnext(grow(x, pieces), pieces)
+        x = first(x, pieces)
         for block in self._blocks:
-            x = block(x, memory)
-        found: Tensor = last(snake(x), memory)[0, 0].clamp(-1, 1)
+            x = block(x, pieces)
+        found: Tensor = last(snake(x), pieces)[:, 0].clamp(-1, 1)
         return found
 
     def _frames_behind(self) -> int:

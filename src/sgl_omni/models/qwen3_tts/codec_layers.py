@@ -1,7 +1,6 @@
-"""The parts of the codec's decoder. All of them look back only, so that a stream needs to remember little.
+"""The parts of the codec's decoder. All of them look back only, and ``kept`` is the shape of what a stream needs of it.
 
-What a part remembers of a stream lies in its ``Memory``, by the part itself; it is cloned, for a view would keep the
-whole piece. Modules are named as their tensors on disk; plain lists and tuples of them are what a part calls its own.
+Modules are named as their tensors on disk; plain lists and tuples of them are what a part calls its own.
 """
 
 from __future__ import annotations
@@ -10,45 +9,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sgl_omni.audio.causal import Pieces
 from sgl_omni.engine.rope import rotate
-
-Memory = dict[nn.Module, Tensor]
 
 
 class CausalConv(nn.Module):
-    """[1, channels, time] -> the same length; what lies before the beginning is zero."""
+    """[batch, channels, time] -> the same length; what lies before the beginning is zero."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, *, dilation: int = 1, groups: int = 1) -> None:
         super().__init__()
         self.conv = nn.Conv1d(inputs, outputs, kernel, dilation=dilation, groups=groups)
         self.left = (kernel - 1) * dilation
+        self.kept = inputs, self.left
 
-    def forward(self, x: Tensor, memory: Memory) -> Tensor:
-        if self.left:
-            before = memory.get(self)
-            x = F.pad(x, (self.left, 0)) if before is None else torch.cat([before, x], -1)
-            memory[self] = x[..., -self.left :].clone()
-        found: Tensor = self.conv(x)
+    def forward(self, x: Tensor, pieces: Pieces) -> Tensor:
+        found: Tensor = self.conv(pieces.behind(self, x) if self.left else x)
         return found
 
 
 class CausalUpsample(nn.Module):
-    """[1, channels, time] -> [1, outputs, time * stride]; a kernel of several strides reaches into what follows."""
+    """[batch, channels, time] -> [batch, outputs, time * stride]; kernels may reach into what follows."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int) -> None:
         super().__init__()
         self.conv = nn.ConvTranspose1d(inputs, outputs, kernel, stride)
         self.stride = stride
         self.left = -(-kernel // stride) - 1
+        self.kept = inputs, self.left
 
-    def forward(self, x: Tensor, memory: Memory) -> Tensor:
-        length = x.shape[-1] * self.stride
-        if self.left:
-            before = memory.get(self)
-            x = F.pad(x, (self.left, 0)) if before is None else torch.cat([before, x], -1)
-            memory[self] = x[..., -self.left :].clone()
-        start = self.left * self.stride
-        found: Tensor = self.conv(x)[..., start : start + length]
+    def forward(self, x: Tensor, pieces: Pieces) -> Tensor:
+        start, length = self.left * self.stride, x.shape[-1] * self.stride
+        found: Tensor = self.conv(pieces.behind(self, x) if self.left else x)[..., start : start + length]
         return found
 
 
@@ -59,10 +50,13 @@ class SnakeBeta(nn.Module):
         super().__init__()
         self.alpha = nn.Parameter(torch.empty(channels))
         self.beta = nn.Parameter(torch.empty(channels))
+        self._factors: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        alpha, beta = self.alpha.exp()[:, None], self.beta.exp()[:, None]
-        return x + (x * alpha).sin().square() / (beta + 1e-9)
+        if self._factors is None:  # once: on a GPU each of these is a launch
+            self._factors = self.alpha.exp()[:, None], self.beta.exp()[:, None] + 1e-9
+        alpha, beta = self._factors
+        return (x * alpha).sin_().square_().div_(beta).add_(x)  # in place: these are the largest tensors of the codec
 
 
 class ConvNeXtBlock(nn.Module):
@@ -74,8 +68,8 @@ class ConvNeXtBlock(nn.Module):
         self.pwconv2 = nn.Linear(4 * width, width)
         self.gamma = nn.Parameter(torch.empty(width))
 
-    def forward(self, x: Tensor, memory: Memory) -> Tensor:
-        y = self.norm(self.dwconv(x, memory).transpose(1, 2))
+    def forward(self, x: Tensor, pieces: Pieces) -> Tensor:
+        y = self.norm(self.dwconv(x, pieces).transpose(1, 2))
         y = self.gamma * self.pwconv2(F.gelu(self.pwconv1(y)))
         found: Tensor = x + y.transpose(1, 2)
         return found
@@ -89,9 +83,9 @@ class ResidualUnit(nn.Module):
         self.act2 = SnakeBeta(channels)
         self.conv2 = CausalConv(channels, channels, 1)
 
-    def forward(self, x: Tensor, memory: Memory) -> Tensor:
-        y = self.conv1(self.act1(x), memory)
-        found: Tensor = self.conv2(self.act2(y), memory)
+    def forward(self, x: Tensor, pieces: Pieces) -> Tensor:
+        y = self.conv1(self.act1(x), pieces)
+        found: Tensor = self.conv2(self.act2(y), pieces)
         return x + found
 
 
@@ -105,44 +99,30 @@ class UpsampleBlock(nn.Module):
         self.block = nn.ModuleList([snake, grow, *units])
         self.parts = snake, grow, units
 
-    def forward(self, x: Tensor, memory: Memory) -> Tensor:
+    def forward(self, x: Tensor, pieces: Pieces) -> Tensor:
         snake, grow, units = self.parts
-        x = grow(snake(x), memory)
+        x = grow(snake(x), pieces)
         for unit in units:
-            x = unit(x, memory)
+            x = unit(x, pieces)
         return x
 
 
 class WindowAttention(nn.Module):
-    """x [n, hidden]; each row sees itself and the ``window`` - 1 rows before it."""
+    """x [batch, n, hidden]; each place sees itself and the ``window`` - 1 places before it."""
 
     def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_dim: int, window: int, bias: bool) -> None:
         super().__init__()
-        self._heads, self._kv_heads, self._window = heads, kv_heads, window
+        self._head_dim = head_dim
+        self.kept = 2, window - 1, kv_heads, head_dim
         self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
-        n = x.shape[0]
-        q = rotate(self.q_proj(x).view(n, self._heads, -1), rotation)
-        k = rotate(self.k_proj(x).view(n, self._kv_heads, -1), rotation)
-        kv = torch.stack([k, self.v_proj(x).view(n, self._kv_heads, -1)])
-        before = memory.get(self)
-        kv = kv if before is None else torch.cat([before, kv], 1)
-        memory[self] = kv[:, max(0, kv.shape[1] - self._window + 1) :].clone()
-        rows = torch.arange(n, device=x.device)[:, None] + kv.shape[1] - n
-        distance = rows - torch.arange(kv.shape[1], device=x.device)
-        keys, values = kv.transpose(1, 2)
-        attended = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            keys[None],
-            values[None],
-            attn_mask=(distance >= 0) & (distance < self._window),
-            enable_gqa=self._heads != self._kv_heads,
-        )
-        found: Tensor = self.o_proj(attended[0].transpose(0, 1).flatten(1))
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], near: Tensor, pieces: Pieces) -> Tensor:
+        heads = (*x.shape[:2], -1, self._head_dim)
+        q, k = rotate(self.q_proj(x).view(heads), rotation), rotate(self.k_proj(x).view(heads), rotation)
+        found: Tensor = self.o_proj(pieces.attention(self, q, k, self.v_proj(x).view(heads), near))
         return found
 
 
@@ -179,11 +159,11 @@ class Quantizer(nn.Module):
         self._table: Tensor | None = None
 
     def forward(self, codes: Tensor) -> Tensor:
-        """codes int64 [books, time] -> [1, output_size, time]."""
+        """codes int64 [batch, time, books] -> [batch, output_size, time]."""
         if self._table is None:  # once: the entries lie on disk as sums and counts
             self._table = torch.stack([book._codebook.entries() for book in self._books])
-        books = torch.arange(codes.shape[0], device=codes.device)[:, None]
-        found: Tensor = self.output_proj(self._table[books, codes].sum(0).T[None])
+        books = torch.arange(codes.shape[-1], device=codes.device)
+        found: Tensor = self.output_proj(self._table[books, codes].sum(-2).transpose(1, 2))
         return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sgl_omni.errors import StartupError
+from sgl_omni.models.defaults import most_streams
 from sgl_omni.models.qwen3_tts.facts import BASE, SPEECH_TOKENIZER, ModelFacts
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, StreamStage
 
@@ -61,14 +62,18 @@ def create_engine(
 
 
 def create_vocoder(
-    model_path: str, gpu_id: int | None = None, device: str = "cpu", num_threads: int = 1
+    model_path: str,
+    gpu_id: int | None = None,
+    device: str = "cpu",
+    num_threads: int = 1,
+    max_batch: int | None = None,
 ) -> StreamStage[Any]:
-    """Codec frames to audio, at the asked speed."""
+    """Codec frames to audio, at the asked speed; ``max_batch`` as `most_streams` says."""
     from sgl_omni.models.qwen3_tts.codec import CodecDecoder
     from sgl_omni.models.qwen3_tts.vocoder import Vocoder
 
-    facts = ModelFacts.load(model_path)
-    return Vocoder(CodecDecoder.load(facts.folder / SPEECH_TOKENIZER, device), facts.sample_rate, num_threads)
+    facts, most = ModelFacts.load(model_path), most_streams(max_batch, device)
+    return Vocoder(CodecDecoder.load(facts.folder / SPEECH_TOKENIZER, device), facts.sample_rate, num_threads, most)
 
 
 def _dtype(name: str | None, device: str) -> torch.dtype:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from sgl_omni.models.defaults import engine_settings
 from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.folder import find_folder, read_json
 from sgl_omni.models.text_llm.decode import TextDecoder
@@ -16,10 +16,6 @@ from sgl_omni.text.tokenizer import TextTokenizer
 if TYPE_CHECKING:
     from sgl_omni.engine.shard import Shard
     from sgl_omni.engine.weights import WeightStore
-
-_POOL_SIZES = ("max_total_tokens", "kv_cache_bytes", "mem_fraction_static", "budget_bytes")
-_CPU_TOKENS = 4096
-"""The KV pool on a CPU where nothing says how large it is."""
 
 
 def create_preprocessing(model_path: str) -> FunctionStage:
@@ -41,7 +37,7 @@ def create_llm(
     """Token ids to token ids. ``num_threads``: of each step on a CPU; torch's own choice if left out."""
     import torch
 
-    from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
+    from sgl_omni.engine.engine import AutoregressiveEngine
     from sgl_omni.engine.task import InputSpec
     from sgl_omni.engine.weights import SharePolicy
     from sgl_omni.models.text_llm.model import TextModel
@@ -50,9 +46,7 @@ def create_llm(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     folder, asked = find_folder(model_path), engine or {}
-    settings = EngineSettings.parse(asked, budget_bytes=budget_bytes)
-    if device == "cpu" and not any(getattr(settings, key) for key in _POOL_SIZES):
-        settings = replace(settings, max_total_tokens=_CPU_TOKENS)
+    settings = engine_settings(asked, device, budget_bytes)
     policy = SharePolicy(str(read_json(folder)["architectures"][0]))
     dtype = dtype_of(asked.get("dtype"), device, "engine.dtype")
     model = TextModel.load(folder, device, dtype, weights=weights, policy=policy, shard=shard)

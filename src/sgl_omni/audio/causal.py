@@ -1,0 +1,135 @@
+"""Causal networks piece by piece: what their parts remember of a stream, and several streams in one batch.
+
+A part looks back a fixed number of steps. It remembers that many of its last inputs, which stand before the next piece;
+so pieces are the whole but for rounding, and no step is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+Codes = NDArray[np.integer[Any]]
+
+
+@dataclass(slots=True)
+class CausalStream:
+    """What all parts remember of one stream, float32 [numbers], and how many frames have gone by."""
+
+    memory: Tensor
+    frames: int = 0
+
+
+class Layout:
+    """Where in the memory of a stream the numbers of each part lie."""
+
+    def __init__(self, shapes: Mapping[nn.Module, tuple[int, ...]]) -> None:
+        """``shapes``: of what each part remembers, without the batch."""
+        self.places: dict[nn.Module, tuple[slice, tuple[int, ...]]] = {}
+        self._numbers = 0
+        for part, shape in shapes.items():
+            self.places[part] = slice(self._numbers, self._numbers + prod(shape)), shape
+            self._numbers += prod(shape)
+
+    def open(self, device: torch.device) -> CausalStream:
+        """A stream at its beginning, before which there is nothing but zeros."""
+        return CausalStream(torch.zeros(self._numbers, device=device))
+
+
+class Pieces:
+    """The next frames of several streams on their way through a network, all filled up to the longest at their ends.
+
+    The network is causal, so what fills a piece up is not heard in it; and its stream remembers nothing of it.
+    """
+
+    def __init__(self, layout: Layout, streams: Sequence[CausalStream], frames: Sequence[int]) -> None:
+        """``frames`` of each stream's piece, 1 or more."""
+        self._layout = layout
+        self._streams = streams
+        self._frames = frames
+        self._memory = torch.stack([stream.memory for stream in streams])
+        self._seen = self._ints([stream.frames for stream in streams])
+        self._fill(list(frames))
+
+    def behind(self, part: nn.Module, x: Tensor, dim: int = -1) -> Tensor:
+        """x [batch, ..., steps, ...] behind what the part remembers along ``dim``; it then remembers the end of it."""
+        place, shape = self._layout.places[part]
+        kept = self._memory[:, place].view(-1, *shape)
+        joined, left = torch.cat([kept, x], dim), kept.shape[dim]
+        if self._ends is None:
+            kept.copy_(joined.narrow(dim, x.shape[dim], left))
+        else:
+            kept.copy_(_window(joined, dim, self._steps(self._ends, x.shape[dim]), left))
+        return joined
+
+    def attention(self, part: nn.Module, q: Tensor, k: Tensor, v: Tensor, near: Tensor) -> Tensor:
+        """q, k, v [batch, steps, heads, head_dim] -> [batch, steps, heads * head_dim]; ``near`` as below.
+
+        What the part remembers is [2, window - 1, heads of k and v, head_dim].
+        """
+        keys, values = self.behind(part, torch.stack([k, v], 1), 2).transpose(2, 3).unbind(1)
+        gqa = q.shape[2] != k.shape[2]
+        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, near, enable_gqa=gqa)
+        return mixed.transpose(1, 2).flatten(2)
+
+    def near(self, window: int, steps: int) -> Tensor:
+        """What each of so many steps sees of ``window - 1`` before the piece and the piece, itself among the window:
+        bool [batch, 1, steps, window - 1 + steps]."""
+        before = window - 1
+        at = torch.arange(before + steps, device=self._seen.device)
+        distance = at[before:, None] - at
+        known = at >= before - self._steps(self._seen, steps)[:, None, None]
+        return ((distance >= 0) & (distance < window) & known)[:, None]
+
+    def positions(self, steps: int) -> Tensor:
+        """Of each step in its stream, int64 [batch, steps]."""
+        return self._steps(self._seen, steps)[:, None] + torch.arange(steps, device=self._seen.device)
+
+    def keep_last(self, x: Tensor, most: int) -> Tensor:
+        """x [batch, channels, frames] -> the last frames of each piece, ``most`` at most. The others go no further."""
+        lengths = [min(length, most) for length in self._lengths]
+        starts = [whole - kept for whole, kept in zip(self._lengths, lengths, strict=True)]
+        self._fill(lengths)
+        padded = F.pad(x, (0, self._longest))  # the last frames of one piece may be fewer than those of another
+        return _window(padded, -1, self._ints(starts), self._longest)
+
+    def finish(self) -> None:
+        """Once all parts are through: streams remember what their parts do, and their frames have gone by."""
+        for stream, row, frames in zip(self._streams, self._memory, self._frames, strict=True):
+            stream.memory.copy_(row)
+            stream.frames += frames
+
+    def _fill(self, lengths: list[int]) -> None:
+        self._lengths, self._longest = lengths, max(lengths)
+        self._ends = None if min(lengths) == self._longest else self._ints(lengths)
+
+    def _steps(self, frames: Tensor, steps: int) -> Tensor:
+        """Frames as steps, of which the longest piece has so many."""
+        return frames * (steps // self._longest)
+
+    def _ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, device=self._memory.device)
+
+
+def filled_up(codes: Sequence[Codes]) -> Tensor:
+    """Pieces [frames, codebooks] -> int64 [batch, most frames, codebooks], with zeros after the ends of the others."""
+    filled = np.zeros((len(codes), max(map(len, codes)), codes[0].shape[1]), np.int64)
+    for row, each in zip(filled, codes, strict=True):
+        row[: len(each)] = each
+    return torch.from_numpy(filled)
+
+
+def _window(x: Tensor, dim: int, starts: Tensor, length: int) -> Tensor:
+    """Of each row of x [batch, ...] so many places along ``dim``, from its own start."""
+    dim %= x.dim()
+    index = starts[:, None] + torch.arange(length, device=x.device)
+    index = index.view(-1, *(length if at == dim else 1 for at in range(1, x.dim())))
+    return x.gather(dim, index.expand([length if at == dim else size for at, size in enumerate(x.shape)]))
