@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgl_omni.engine.shapes import Named
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.folder import check_folder, find_folder
+from sgl_omni.models.folder import check_folder, check_tensors, find_folder
+from sgl_omni.models.ming_omni_tts.spec import MingSpec, engine_shapes, vae_shapes
 
 ARCHITECTURE = "BailingMMNativeForConditionalGeneration"
 _FIELDS = (
@@ -37,4 +39,11 @@ def checked(model_path: str) -> dict[str, Any]:
             f"{folder / 'config.json'}: audio_tokenizer_config.semantic_module_kwargs is not supported",
             param="model_path",
         )
+    check_tensors(folder, lambda: _shapes(config))
     return config
+
+
+def _shapes(config: dict[str, Any]) -> Named:
+    spec = MingSpec.parse(config)
+    yield from engine_shapes(spec)
+    yield from vae_shapes(spec.vae)

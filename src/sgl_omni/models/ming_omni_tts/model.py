@@ -73,8 +73,10 @@ class MingModel(nn.Module, StepModel):
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(MingSpec.parse(checkpoint.config()))
+        ignored = ["audio.*", "model.lm_head.weight", "spk_head.*", "*.inv_freq"]
+        checkpoint.check(model.slots(), ignore=ignored)
         materialise(model, device, dtype)
-        checkpoint.load(model.slots(), ignore=["audio.*", "model.lm_head.weight", "spk_head.*", "*.inv_freq"])
+        checkpoint.load(model.slots(), ignore=ignored)
         return model.eval()
 
     @property

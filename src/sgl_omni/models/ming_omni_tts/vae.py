@@ -64,9 +64,11 @@ class VaeEncoder(nn.Module):
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(MingSpec.parse(checkpoint.config()).vae)
-        materialise(model, device, dtype)
         prefix = "audio.encoder."
-        checkpoint.load(model.slots(prefix), prefix=prefix, ignore=[*_IGNORED, f"{prefix}norm.*"])
+        ignored = [*_IGNORED, f"{prefix}norm.*"]
+        checkpoint.check(model.slots(prefix), prefix=prefix, ignore=ignored)
+        materialise(model, device, dtype)
+        checkpoint.load(model.slots(prefix), prefix=prefix, ignore=ignored)
         return model.eval()
 
     @torch.inference_mode()
@@ -126,13 +128,16 @@ class VaeDecoder(nn.Module):
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(MingSpec.parse(checkpoint.config()).vae)
+        prefix = "audio.decoder."
+        has_window = bool(checkpoint.names(f"{prefix}head.istft.window"))
+
+        def slots() -> Iterator[Slot]:
+            return (slot for slot in model.slots(prefix) if has_window or slot.target is not model.window)
+
+        checkpoint.check(slots(), prefix=prefix, ignore=_IGNORED)
         materialise(model, device, dtype)
         model.window.data = torch.hann_window(model._fft, device=device)
-        prefix = "audio.decoder."
-        slots = list(model.slots(prefix))
-        if not checkpoint.names(f"{prefix}head.istft.window"):
-            slots = [slot for slot in slots if slot.target is not model.window]
-        checkpoint.load(slots, prefix=prefix, ignore=_IGNORED)
+        checkpoint.load(slots(), prefix=prefix, ignore=_IGNORED)
         return model.eval()
 
     @torch.inference_mode()
