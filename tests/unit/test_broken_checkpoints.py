@@ -251,14 +251,14 @@ def header(tensors: dict[str, Any], data: int) -> bytes:
         ({"a": {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]}}, 4, "neither type, shape nor place"),
         ({"a": {"dtype": "F32", "shape": [1]}}, 4, "neither type, shape nor place"),
         ({"a": 3}, 4, "neither type, shape nor place"),
-        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 9, "has .* bytes and its header tells of"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 9, "has 72 bytes, and its header tells of 67"),
     ],
 )
 def test_a_header_that_does_not_fit_its_file_is_named(
     tmp_path: Path, tensors: dict[str, Any], data: int, told: str
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(header(tensors, data))
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors cannot be read as safetensors: .*{told}"):
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors .*{told}"):
         read_headers(tmp_path)
 
 

@@ -171,11 +171,14 @@ def test_tokens_are_transformers_own_alone_and_together(
     expected = [found.reference.windows(samples, **way) for samples, way in sounds]
     ends = set(found.spec.eos_ids)
     payloads = [found.payload(samples, **way) for samples, way in sounds]
-    for result, windows, (samples, way) in zip(
-        found.answers(found.engine(device_rows), payloads), expected, sounds, strict=True
+    for result, windows, (samples, way), payload in zip(
+        found.answers(found.engine(device_rows), payloads), expected, sounds, payloads, strict=True
     ):
         assert result["windows"] == [ids[:-1] if ids[-1] in ends else ids for ids in windows]
         assert result["output_tokens"] == sum(map(len, windows))
+        heard = sum(len(window["tags"]) for window in payload["windows"])
+        told = len(found.tokenizer.encode_plain(way["prompt"])) if "prompt" in way else 0
+        assert (result["input_tokens"], result["input_audio_tokens"]) == (heard + told, heard)
         assert result["finish_reason"] == ("stop" if all(ids[-1] in ends for ids in windows) else "length")
         assert result["duration"] == len(samples) / tiny.RATE
         assert result["streamed"] == result["text"] == text_of(found, windows, way)

@@ -144,14 +144,13 @@ def _entries(path: Path) -> dict[str, Entry]:
                 raise ValueError(f"{name} begins at byte {begin} of the data, and what is before it ends at {end}")
             end = stop
         size = os.fstat(fd).st_size
-        if 8 + len(header) + end != size:
-            raise ValueError(
-                f"the file has {size} bytes and its header tells of {8 + len(header) + end}: it is truncated or damaged"
-            )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     finally:
         os.close(fd)
+    whole = 8 + len(header) + end
+    if whole != size:
+        raise CheckpointError(f"{path} has {size} bytes, and its header tells of {whole}: it is truncated or damaged")
     return {name: Entry(path, entry["dtype"], tuple(entry["shape"])) for name, entry in tensors.items()}
 
 

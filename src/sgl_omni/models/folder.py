@@ -11,6 +11,7 @@ from typing import Any
 from sgl_omni.engine.headers import FLOATS, CheckpointError, Entry, check_shapes, read_headers
 from sgl_omni.engine.shapes import Named
 from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.text.template import check_template
 
 _MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _TOKENIZERS = ("tokenizer.json", "vocab.json")
@@ -79,14 +80,16 @@ def check_folder(
     architectures: Collection[str],
     *,
     tokenizer: bool = True,
+    chat: bool = False,
     weights: Sequence[str] = ("",),
     fields: Sequence[str] = (),
     dtypes: Collection[str] = LOADABLE,
 ) -> dict[str, Any]:
     """The folder's ``config.json``, after a look at all that a start needs of it.
 
-    Sizes in it must be numbers; ``fields`` are dotted paths that it must have. ``weights`` are the sub-folders with
-    safetensors, whose tensors may be of ``dtypes``; their headers and lengths are read, not their data.
+    ``chat``: a chat template that is there must be readable. Sizes must be numbers; ``fields`` are dotted paths that
+    the config must have. ``weights`` are the sub-folders with safetensors, whose tensors may be of ``dtypes``; their
+    headers and lengths are read, not their data.
     Raises ``InvalidRequest`` that names file and field.
     """
     config = read_json(folder)
@@ -103,9 +106,18 @@ def check_folder(
         raise InvalidRequest(f"{folder} holds no tokenizer: neither {' nor '.join(_TOKENIZERS)}", param="model_path")
     if tokenizer and (folder / "tokenizer.json").is_file():
         read_json(folder, "tokenizer.json")
+    if chat:
+        _check_template(folder)
     for part in weights:
         check_weights(folder / part, dtypes)
     return config
+
+
+def _check_template(folder: Path) -> None:
+    try:
+        check_template(folder)
+    except StartupError as error:
+        raise InvalidRequest(str(error), param="model_path") from error
 
 
 def require(config: Mapping[str, Any], field: str, file: Path) -> Any:

@@ -77,7 +77,7 @@ class HiggsCheckpoint:
     def load(cls, model_path: str) -> HiggsCheckpoint:
         """Raises ``InvalidRequest`` that names file and field for whatever is missing or does not fit."""
         folder = find_folder(model_path)
-        config = check_folder(folder, (V2, V3))
+        config = check_folder(folder, (V2, V3), chat=True)
         is_v2 = V2 in config["architectures"]
         for field in _V2_FIELDS if is_v2 else _V3_FIELDS:
             _positive(require(config, field, folder / "config.json"), field, folder / "config.json")
@@ -155,6 +155,8 @@ def _sampling(folder: Path, default: Defaults) -> Defaults:
     values = {}
     for key, standard in (("temperature", 1.0), ("top_k", 50), ("top_p", 1.0)):
         value = found.get(key, standard)
+        if key == "top_k" and value == -1:
+            value = 0  # all
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
             raise InvalidRequest(f"{file}: {key} is {value!r}, no number of 0 or more", param="model_path")
         values[key] = value

@@ -70,7 +70,7 @@ class TextLLMPipelineConfig(PipelineConfig):
     @classmethod
     def tasks(cls, model_path: str) -> Tasks:
         folder = find_folder(model_path)
-        config = check_folder(folder, cls.architectures, fields=_FIELDS, dtypes=FLOATS)
+        config = check_folder(folder, cls.architectures, chat=True, fields=_FIELDS, dtypes=FLOATS)
         if config.get("quantization_config"):
             raise InvalidRequest(
                 f"{folder / 'config.json'} has a quantization_config; this engine takes bfloat16, float16 and float32",
