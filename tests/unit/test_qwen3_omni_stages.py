@@ -249,7 +249,7 @@ def test_conversations_that_cannot_be(omni: Omni, asked: Asked, message: str) ->
 
 def gif(frames: int) -> bytes:
     file = io.BytesIO()
-    first, *others = (Image.new("P", (9, 9), color) for color in range(frames))
+    first, *others = (Image.new("L", (9, 9), 50 * color) for color in range(frames))
     first.save(file, "GIF", save_all=True, append_images=others)
     return file.getvalue()
 
