@@ -167,6 +167,8 @@ def main() -> None:
     families = options.family.split(",")
     if unknown := set(families) - CONFIGS.keys():
         parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(CONFIGS)}")
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        parser.error(f"--out: there is no folder {options.out.absolute().parent}")
     results: list[dict[str, Any]] = []
     begun = time.perf_counter()
     for family in families:

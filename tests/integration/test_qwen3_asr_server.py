@@ -74,7 +74,11 @@ def test_answers_are_what_transformers_says(server: Server, reference: tiny.Refe
         assert answer["text"] == " ".join(text for text in texts if text)
         assert answer["duration"] == len(samples) / tiny.RATE
         assert "language" not in way or answer["language"] == way["language"]
-        assert ask(server, samples, **way).json()["usage"]["output_tokens"] == sum(map(len, windows))
+        usage = ask(server, samples, **way).json()["usage"]
+        details = usage["input_token_details"]
+        assert usage["output_tokens"] == sum(len(each["tokens"]) for each in answer["segments"])
+        assert usage["input_tokens"] == details["audio_tokens"] + details["text_tokens"]
+        assert details["audio_tokens"] > 0 and (details["text_tokens"] > 0) == ("prompt" in way)
 
 
 def text_of(reference: tiny.Reference, ids: list[int], way: dict[str, Any]) -> str:

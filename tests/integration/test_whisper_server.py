@@ -186,8 +186,10 @@ def test_a_prompt_and_a_limit_reach_the_model(server: Server, checkpoint: Checkp
     history = TextTokenizer.load(checkpoint.folder).encode(" Ada Lovelace")
     text, _ = checkpoint.expected(samples, language="en", history=history)
     assert ask(server, wav(samples), language="en", prompt="Ada Lovelace").json()["text"] == text
-    cut = ask(server, wav(samples), language="en", max_new_tokens=3).json()
-    assert cut["usage"]["output_tokens"] <= 4
+    cut = ask(server, wav(samples), language="en", max_new_tokens=3, prompt="Ada Lovelace").json()
+    assert cut["usage"]["output_tokens"] <= 3
+    assert cut["usage"]["input_token_details"] == {"audio_tokens": 50, "text_tokens": len(history)}
+    assert cut["usage"]["input_tokens"] == 50 + len(history)
 
 
 def test_a_seed_repeats_what_a_temperature_draws(server: Server) -> None:

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from sgl_omni.cli.main import cli
+from sgl_omni.cli.options import why_not_writable
+
+STUDY = """
+name: s
+cores: "0"
+configurations:
+  a: {serve: [--model-path, m], concurrency: 2}
+"""
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -68,6 +80,49 @@ def test_serve_says_what_is_missing() -> None:
 def test_odd_arguments_are_refused_before_anything_starts(arguments: list[str], says: str) -> None:
     done = python(f"import sys; sys.argv = ['sgl-omni', *{arguments!r}]; from sgl_omni.cli.main import main; main()")
     assert (done.returncode, says in done.stderr, "Traceback" in done.stderr) == (2, True, False)
+
+
+OUTPUTS = {
+    "demo": ["demo", "--once", "--out"],
+    "speech": ["bench", "speech", "--url", "http://127.0.0.1:9", "--out"],
+    "chat": ["bench", "chat", "--url", "http://127.0.0.1:9", "--model", "m", "--out"],
+    "transcription": ["bench", "transcription", "--url", "http://127.0.0.1:9", "--model", "m", "--audio", ".", "--out"],
+    "plan": ["plan", "advise", "--model-path", "demo-voice", "--platform", "cpu", "--out"],
+    "plan's report": ["plan", "advise", "--model-path", "demo-voice", "--platform", "cpu", "--report"],
+    "study": ["bench", "study", "STUDY", "--out"],
+}
+
+
+@pytest.mark.parametrize("command", OUTPUTS)
+@pytest.mark.parametrize("place", ["no such folder", "a file for a folder", "a folder", "a file system that refuses"])
+def test_output_that_cannot_be_written_is_refused_before_any_work(
+    command: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if command == "study" and place in ("no such folder", "a folder"):
+        pytest.skip("a study makes its folder")
+    study = tmp_path / "study.yaml"
+    study.write_text(STUDY)
+    (tmp_path / "file").write_text("kept")
+    out = {
+        "no such folder": tmp_path / "gone" / "out",
+        "a file for a folder": tmp_path / "file" / "out",
+        "a folder": tmp_path,
+        "a file system that refuses": Path("/proc/out"),
+    }[place]
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(study) if each == "STUDY" else each for each in OUTPUTS[command]]
+    done = CliRunner().invoke(cli, [*arguments, str(out)])
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit), done.output
+    assert done.output.strip().splitlines()[-1].startswith("Error: ")
+    assert (tmp_path / "file").read_text() == "kept"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "study.yaml"]
+
+
+def test_a_look_at_an_output_leaves_it_as_it_was(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    assert why_not_writable(kept) is why_not_writable(tmp_path / "new") is why_not_writable(Path("/dev/null")) is None
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["kept"]
 
 
 def test_an_unknown_model_is_refused_without_a_traceback() -> None:

@@ -221,6 +221,13 @@ def test_top_k_of_one_and_a_vanishing_temperature_are_greedy(engine: DemoVoiceEn
     assert speak(engine, request(TEXTS[0], temperature=0.9, top_k=10**6, seed=3, max_frames=5))[0] != greedy
 
 
+def test_top_k_0_and_minus_1_leave_all_ids(engine: DemoVoiceEngine) -> None:
+    def spoken(top_k: int) -> object:
+        return speak(engine, request(TEXTS[0], temperature=1.5, top_k=top_k, seed=3, max_frames=5))[0]
+
+    assert spoken(0) == spoken(-1) == spoken(10**6) != spoken(2)
+
+
 def test_more_requests_than_rows_wait_in_order_of_arrival(model: VoiceDecoder) -> None:
     engine = DemoVoiceEngine(model, right_context=6, max_running_requests=2)
     for i in range(5):
@@ -262,7 +269,7 @@ def test_abort_frees_the_row_at_any_moment(model: VoiceDecoder, steps: int) -> N
         ({"voice": "rms"}, "voice"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"top_k": 0}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"max_frames": 0}, "max_new_tokens"),
         ({"seed": "x"}, "seed"),
     ],

@@ -17,12 +17,13 @@ from torch import Tensor
 from sgl_omni.engine.attention import AttentionSpan, TorchAttention
 from sgl_omni.engine.checkpoint import Checkpoint, CheckpointError, Slot
 from sgl_omni.engine.decoder import Decoder, materialise
-from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.decoder_config import DecoderConfig, MoEConfig
 from sgl_omni.engine.kv_cache import KVCache, KVShape
 from sgl_omni.engine.layers import Attention, Embedding, GatedMLP, RMSNorm
-from sgl_omni.engine.moe import MoE, MoEConfig
+from sgl_omni.engine.moe import MoE
 from sgl_omni.engine.request import Prompt, Request, Sampling
-from sgl_omni.engine.rope import Rope, RopeConfig, rotate
+from sgl_omni.engine.rope import Rope, axes, frequencies, rotate
+from sgl_omni.engine.rope_config import RopeConfig
 from sgl_omni.engine.sampler import SamplingBatch, sample
 from sgl_omni.engine.shard import Shard
 from sgl_omni.errors import StartupError
@@ -112,9 +113,9 @@ def test_rope_kinds_that_are_not_there_are_named() -> None:
     with pytest.raises(StartupError, match="'yarn' is not supported"):
         RopeConfig.parse({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
     with pytest.raises(StartupError, match="do not sum to the 16 pairs"):
-        RopeConfig(theta=1e4, sections=(4, 4, 4)).axes(32)
+        axes(RopeConfig(theta=1e4, sections=(4, 4, 4)), 32)
     older = RopeConfig.parse({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
-    torch.testing.assert_close(older.frequencies(8), RopeConfig(theta=5e5).frequencies(8) / 2)
+    torch.testing.assert_close(frequencies(older, 8), frequencies(RopeConfig(theta=5e5), 8) / 2)
 
 
 def filled(module: Any, tensors: dict[str, Tensor]) -> Any:

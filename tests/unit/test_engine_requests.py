@@ -17,7 +17,7 @@ from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.interface import Engine, EngineOutput
 from sgl_omni.engine.model import CausalModel, StepModel, embed_rows
 from sgl_omni.engine.request import Chunk, Request
-from sgl_omni.engine.rope import RopeConfig
+from sgl_omni.engine.rope_config import RopeConfig
 from sgl_omni.engine.sampler import seed_key
 from sgl_omni.engine.task import FrameTask, HandOver, InputSpec, TokenTask
 from sgl_omni.errors import InvalidRequest, StartupError

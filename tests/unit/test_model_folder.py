@@ -85,8 +85,10 @@ def test_shards_are_checked_by_their_index(folder: Path) -> None:
 
 def test_tensors_of_another_type_are_named(folder: Path) -> None:
     check_folder(folder, ["TinyModel"], dtypes=["F32", "BF16"])
-    save_file({"a": np.zeros(4, np.float32), "b": np.zeros(4, np.int8)}, folder / "model.safetensors")
+    save_file({"a": np.zeros(4, np.float32), "b": np.zeros(4, np.int64)}, folder / "model.safetensors")
     check_folder(folder, ["TinyModel"])
+    save_file({"a": np.zeros(4, np.float32), "b": np.zeros(4, np.int8)}, folder / "model.safetensors")
+    assert "model.safetensors: b is I8, not one of" in refused(folder)
     assert "model.safetensors: b is I8, not one of BF16, F32" in refused(folder, dtypes=["F32", "BF16"])
 
 

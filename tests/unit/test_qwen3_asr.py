@@ -40,6 +40,12 @@ from sgl_omni.models.qwen3_asr.text import AsrText  # noqa: E402
 from sgl_omni.models.qwen3_asr.tower import WindowEncoder  # noqa: E402
 from sgl_omni.text.tokenizer import TextTokenizer  # noqa: E402
 
+
+def written(result: dict[str, Any]) -> int:
+    """Tokens of the text, without what the model says of the language and without ends."""
+    return sum(len(segment["tokens"]) for segment in result["segments"])
+
+
 BOTH_RUNNERS = pytest.mark.parametrize("device_rows", [False, True], ids=["at-once", "ahead"])
 ASKED: tuple[tuple[int, float, dict[str, Any]], ...] = (
     (1, 0.3, {}),
@@ -171,11 +177,14 @@ def test_tokens_are_transformers_own_alone_and_together(
     expected = [found.reference.windows(samples, **way) for samples, way in sounds]
     ends = set(found.spec.eos_ids)
     payloads = [found.payload(samples, **way) for samples, way in sounds]
-    for result, windows, (samples, way) in zip(
-        found.answers(found.engine(device_rows), payloads), expected, sounds, strict=True
+    for result, windows, (samples, way), payload in zip(
+        found.answers(found.engine(device_rows), payloads), expected, sounds, payloads, strict=True
     ):
         assert result["windows"] == [ids[:-1] if ids[-1] in ends else ids for ids in windows]
-        assert result["output_tokens"] == sum(map(len, windows))
+        assert result["output_tokens"] == written(result) <= sum(map(len, windows))
+        heard = sum(len(window["tags"]) for window in payload["windows"])
+        told = len(found.tokenizer.encode_plain(way["prompt"])) if "prompt" in way else 0
+        assert (result["input_tokens"], result["input_audio_tokens"]) == (heard + told, heard)
         assert result["finish_reason"] == ("stop" if all(ids[-1] in ends for ids in windows) else "length")
         assert result["duration"] == len(samples) / tiny.RATE
         assert result["streamed"] == result["text"] == text_of(found, windows, way)
@@ -228,7 +237,7 @@ def test_a_limit_is_for_all_windows_together(stages: dict[str, Stages], device_r
     assert len(whole) > 2 and len(whole[1]) > 3
     for most, expected in ((1, [whole[0][:1]]), (length, [whole[0]]), (length + 3, [whole[0], whole[1][:3]])):
         result = found.answers(found.engine(device_rows), [found.payload(samples, max_new_tokens=most)])[0]
-        assert (result["output_tokens"], result["finish_reason"]) == (most, "length")
+        assert (result["output_tokens"], result["finish_reason"]) == (written(result), "length")
         assert result["windows"] == [[i for i in ids if i not in ends] for ids in expected]
     with pytest.raises(InvalidRequest, match="max_new_tokens"):
         found.engine().add("a", found.payload(samples, max_new_tokens=0))

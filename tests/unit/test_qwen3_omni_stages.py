@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import random
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import tiny_qwen3_omni as tiny
 import torch
+from PIL import Image
 from qwen3_omni_reference import Asked, Reference, picture, tone, user
 
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
@@ -241,6 +243,48 @@ def test_conversations_that_cannot_be(omni: Omni, asked: Asked, message: str) ->
     limited = stages.create_preprocessing(str(omni.folder), max_audio_seconds=3.0, max_frames=8).fn
     with pytest.raises(InvalidRequest, match=message):
         limited(asked.payload(), None)
+
+
+def gif(frames: int) -> bytes:
+    file = io.BytesIO()
+    first, *others = (Image.new("L", (9, 9), 50 * color) for color in range(frames))
+    first.save(file, "GIF", save_all=True, append_images=others)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("part", "media", "message", "place"),
+    [
+        ({"type": "image"}, [b"no picture"], "none of PNG", 0),
+        ({"type": "audio"}, [b"no sound"], "", 0),
+        ({"type": "video"}, [picture(9, 9), b"no picture"], "none of PNG.*taken as its frames", 1),
+        ({"type": "video"}, [b"\0\0\0\x20ftypisom" + bytes(64)], "taken as its frames", 0),
+        ({"type": "video"}, [gif(3)], "an animation; a video is taken as its frames", 0),
+        ({"type": "image"}, [picture(40, 90)], "have 3700 pixels up to this one; the limit is 3650 in all", 0),
+        ({"type": "video"}, [picture(40, 50), picture(40, 50)], "have 4100 pixels up to this one", 1),
+    ],
+)
+def test_a_file_that_cannot_be_is_named_by_its_place(
+    omni: Omni, monkeypatch: pytest.MonkeyPatch, part: dict[str, Any], media: list[bytes], message: str, place: int
+) -> None:
+    """The pictures before it are not decoded for that."""
+    from sgl_omni.models.qwen3_omni import preprocess as module
+
+    decoded: list[str] = []
+    monkeypatch.setattr(module, "decode_image", lambda data, *, param: decoded.append(param))
+    limited = stages.create_preprocessing(str(omni.folder), max_pixels=3650).fn
+    params = [f"messages[1].content[2].here[{i}]" for i in range(len(media))]
+    content = [
+        {"type": "image", "media": [0], "params": ["before"]},
+        {**part, "media": [*range(1, 1 + len(media))], "params": params},
+    ]
+    asked = Asked([{"role": "user", "content": content}], [picture(10, 10), *media])
+    if part["type"] == "audio":
+        asked.messages[0]["content"].pop(0)
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        limited(asked.payload(), None)
+    assert caught.value.param == params[place]
+    assert decoded == []
 
 
 # Encoders -------------------------------------------------------------------------------------------------------------

@@ -267,14 +267,14 @@ async def test_media_are_fetched_and_numbered(backend: Backend, tmp_path: Path) 
     async with client(backend, OMNI, media=MediaSource(allowed_path=tmp_path)) as http:
         response = await http.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
-    payload = backend.asked[0][0]
+    payload, place = backend.asked[0][0], "messages[0].content"
     assert payload["messages"][0]["content"] == [
-        {"type": "image", "media": [0]},
+        {"type": "image", "media": [0], "params": [f"{place}[0].image_url.url"]},
         {"type": "text", "text": "and"},
-        {"type": "audio", "media": [1]},
-        {"type": "audio", "media": [2]},
-        {"type": "video", "media": [3, 4]},
-        {"type": "video", "media": [5]},
+        {"type": "audio", "media": [1], "params": [f"{place}[2].input_audio.data"]},
+        {"type": "audio", "media": [2], "params": [f"{place}[3].audio_url.url"]},
+        {"type": "video", "media": [3, 4], "params": [f"{place}[4].video[0]", f"{place}[4].video[1]"]},
+        {"type": "video", "media": [5], "params": [f"{place}[5].video_url.url"]},
     ]
     assert payload["media"] == [b"picture", b"sound", b"other sound", b"frame one", b"frame two", b"film"]
 

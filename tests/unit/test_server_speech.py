@@ -146,6 +146,12 @@ async def test_every_option_reaches_the_entry_stage(client, backend):
     assert backend.handles[0].payload == {"input": "hi", "voice": "bert", "speed": 2.0} | extensions
 
 
+@pytest.mark.parametrize(("asked", "passed_on"), [(0, 0), (-1, 0), (1, 1)])
+async def test_top_k_0_and_minus_1_are_all(asgi, backend, asked, passed_on):
+    assert (await asgi.post("/v1/audio/speech", json=SAY | {"top_k": asked})).status_code == 200
+    assert backend.handles[0].payload["top_k"] == passed_on
+
+
 async def test_server_sent_events_carry_the_audio_and_the_usage(asgi):
     response = await asgi.post("/v1/audio/speech", json=SAY | {"stream_format": "sse", "response_format": "pcm"})
     events = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
@@ -188,7 +194,7 @@ BAD_FIELDS = [
     ({"seed": 2**63}, "seed", "less than"),
     ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
     ({"temperature": 2.1}, "temperature", "less than or equal to 2"),
-    ({"top_k": 0}, "top_k", "greater than or equal to 1"),
+    ({"top_k": -2}, "top_k", "greater than or equal to -1"),
     ({"max_new_tokens": 0}, "max_new_tokens", "greater than or equal to 1"),
     ({"max_new_tokens": False}, "max_new_tokens", "valid integer"),
     ({"respnse_format": "wav"}, "respnse_format", "did you mean 'response_format'?"),

@@ -31,6 +31,7 @@ RESULT = {
     "segments": SEGMENTS,
     "finish_reason": "stop",
     "input_tokens": 4,
+    "input_audio_tokens": 3,
     "output_tokens": 9,
 }
 PIECES = ["Good", " morning.", " All of", " <you>"]
@@ -134,6 +135,8 @@ async def test_the_official_client_gets_the_text(client: openai.AsyncOpenAI, bac
     assert answer.text == RESULT["text"]
     assert answer.usage is not None
     assert (answer.usage.type, answer.usage.total_tokens) == ("tokens", 13)
+    assert answer.usage.input_token_details is not None
+    assert answer.usage.input_token_details.model_dump() == {"audio_tokens": 3, "text_tokens": 1}
     assert backend.handles[0].payload == {"audio": AUDIO, "task": "transcribe", "timestamps": False}
 
 

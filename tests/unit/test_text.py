@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.text.stops import StopFinder
+from sgl_omni.text.template import TemplateFailed, check_template
 from sgl_omni.text.tokenizer import Detokenizer, TextTokenizer
 
 pytest.importorskip("transformers")
@@ -160,4 +162,63 @@ def test_whether_special_tokens_count_is_each_calls_own(tokenizer: TextTokenizer
 def test_options_of_a_template_are_its_variables_alone(tokenizer: TextTokenizer, name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"may not set {name}") as caught:
         tokenizer.chat([{"role": "user", "content": "x"}], **{name: []})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+USER = [{"role": "user", "content": "x"}]
+BROKEN = "{% for m in messages %}\n{{ m.content }"
+
+
+def with_template(folder: Path, template: str) -> TextTokenizer:
+    save_tokenizer(folder, template=template)
+    return TextTokenizer.load(folder)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_template_that_is_no_jinja_is_told_by_its_file_and_line(tmp_path: Path, name: str, several: bool) -> None:
+    text: object = [{"name": "default", "template": BROKEN}] if several and name != "chat_template.jinja" else BROKEN
+    (tmp_path / name).write_text(BROKEN if name.endswith("jinja") else json.dumps({"chat_template": text}))
+    with pytest.raises(StartupError, match=rf"{name}: chat_template, line 2: "):
+        check_template(tmp_path)
+
+
+def test_templates_that_can_be_read_pass(tmp_path: Path) -> None:
+    check_template(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    check_template(tmp_path)
+    for_training = "{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% break %}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(for_training)
+    check_template(tmp_path)
+
+
+@pytest.mark.parametrize("data", ["{", "[]", "{}", '{"chat_template": 3}'])
+def test_a_template_file_without_one_is_named(tmp_path: Path, data: str) -> None:
+    (tmp_path / "chat_template.json").write_text(data)
+    with pytest.raises(StartupError, match=r"chat_template\.json"):
+        check_template(tmp_path)
+
+
+def test_a_template_that_fails_is_not_the_callers_fault(tmp_path: Path) -> None:
+    found = with_template(tmp_path, "{{ messages[0].content + (messages | length) }}")
+    with pytest.raises(TemplateFailed, match="chat template failed: TypeError"):
+        found.chat(USER)
+    with pytest.raises(StartupError, match=rf"{tmp_path}: .*chat template failed"):
+        found.check_chat()
+
+
+def test_what_a_template_refuses_itself_is(tmp_path: Path) -> None:
+    found = with_template(tmp_path, "{{ raise_exception('the system speaks first') }}")
+    found.check_chat()
+    with pytest.raises(InvalidRequest, match="refuses these messages: the system speaks first") as caught:
+        found.chat(USER)
+    assert caught.value.param == "messages"
+
+
+def test_options_that_a_template_cannot_take_are_the_callers(tmp_path: Path) -> None:
+    found = with_template(tmp_path, "{{ messages[0].content + (tone or '') }}")
+    found.check_chat()
+    assert found.chat(USER, tone="!") == "x!"
+    with pytest.raises(InvalidRequest, match="cannot take these options: ") as caught:
+        found.chat(USER, tone=3)
     assert caught.value.param == "chat_template_kwargs"

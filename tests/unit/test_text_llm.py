@@ -294,6 +294,10 @@ def test_a_model_without_a_template_completes_texts_only(qwen: Model, tmp_path: 
         ({"eos_token_id": [2, 0]}, GenerationDefaults(eos_ids=(2, 0))),
         ({"do_sample": False, "temperature": 0.6}, GenerationDefaults(temperature=0.0, eos_ids=(2,))),
         (
+            {"do_sample": True, "top_k": -1},
+            GenerationDefaults(top_k=0, eos_ids=(2,)),
+        ),
+        (
             {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05},
             GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05, eos_ids=(2,)),
         ),
@@ -308,7 +312,7 @@ def test_a_silent_request_gets_what_the_checkpoint_says(
     assert GenerationDefaults.load(tmp_path) == expected
 
 
-@pytest.mark.parametrize("fields", [{"temperature": "hot"}, {"top_p": 2}, {"eos_token_id": "</s>"}, {"top_k": -1}])
+@pytest.mark.parametrize("fields", [{"temperature": "hot"}, {"top_p": 2}, {"eos_token_id": "</s>"}, {"top_k": -2}])
 def test_generation_settings_that_mean_nothing_are_named(tmp_path: Path, fields: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))

@@ -88,9 +88,10 @@ def load_tiny(store: Any, *, read: Callable[[Tiny], None] | None = None, fingerp
         model = Tiny()
 
     def fill() -> None:
-        if read is None:
+        if read is not None:
+            read(model)
+        elif not model.scale.is_meta:  # on the meta device it is only a check
             raise AssertionError("a follower read the checkpoint")
-        read(model)
 
     load_module(model, store, fill, device="cpu", dtype=torch.bfloat16, policy=POLICY, fingerprint=fingerprint)
     return model
@@ -312,7 +313,7 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: .*not fully covered"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has .*truncated"):
         CausalModel.load(folder)
 
 

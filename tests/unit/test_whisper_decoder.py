@@ -148,6 +148,9 @@ def test_results_tell_language_tokens_and_whether_a_limit_cut(whisper: Whisper, 
         heard = codes[tiny.detect_language(whisper.reference, whisper.states[which[0]])]
         assert result["language"] == (heard if detected else options["language"])
         assert result["output_tokens"] == sum(map(len, windows)) + detected
+        told = len(whisper.payloads[name].get("history") or ())
+        heard = sum(math.ceil(round((w["end"] - w["start"]) / 0.02, 6)) for w in whisper.payloads[name]["windows"])
+        assert (result["input_tokens"], result["input_audio_tokens"]) == (heard + told, heard)
         assert result["finish_reason"] == ("stop" if all(w[-1] == tiny.EOS for w in windows) else "length")
         assert result["duration"] == len(which)
 

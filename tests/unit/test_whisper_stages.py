@@ -236,6 +236,7 @@ def test_what_is_streamed_is_the_text(checkpoint: tuple[Path, Any]) -> None:
         assert all(streamed)
         assert [s["text"] for s in result["segments"]] == [text, "  ", " more"]
         assert result["finish_reason"] == "stop"
+        assert result["output_tokens"] == sum(map(len, [tokens, encode("  "), encode(" more")])), "no times, no ends"
 
 
 def test_a_character_that_breaks_off_shows_as_one(checkpoint: tuple[Path, Any]) -> None:
@@ -245,7 +246,8 @@ def test_a_character_that_breaks_off_shows_as_one(checkpoint: tuple[Path, Any]) 
 
 
 def test_silence_has_no_text(checkpoint: tuple[Path, Any]) -> None:
-    assert write(checkpoint[0], [[], []]) == ([], {"finish_reason": "stop", "text": "", "segments": []})
+    nothing = {"finish_reason": "stop", "text": "", "segments": [], "output_tokens": 0}
+    assert write(checkpoint[0], [[], []]) == ([], nothing)
 
 
 def test_the_task_tells_languages_and_translation(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:

@@ -125,15 +125,22 @@ def median_of(runs: Runs) -> float:
     return rates[len(rates) // 2] if rates else 0.0
 
 
+def require_plots() -> None:
+    """Raises ``BenchError`` where matplotlib is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise BenchError("plots need matplotlib: pip install 'sgl-omni[bench]', or leave --plots out") from error
+
+
 def plot_study(study: Mapping[str, Any], folder: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
     """Throughput against concurrency, latency, GPU activity (where it was measured) and the timeline.
 
     Raises ``BenchError`` where matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BenchError("plots need matplotlib: pip install 'sgl-omni[bench]', or leave --plots out") from error
+    require_plots()
+    from matplotlib.figure import Figure
+
     done = [run for run in study["runs"] if run["figures"]]
     drawings: list[tuple[str, str, str, Any]] = [
         ("throughput", "callers in all", "requests/s", lambda f, n: [(f["concurrency"] * n, f["requests_per_s"])]),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sgl_omni.cli.options import SECONDS, SECONDS_OR_NONE, in_a_folder
+from sgl_omni.cli.options import SECONDS, SECONDS_OR_NONE, writable_file, writable_folder
 from sgl_omni.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ LOAD_OPTIONS = (
         "--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="GPU that is watched, if any."
     ),
     click.option(
-        "--out", type=click.Path(dir_okay=False, path_type=Path), callback=in_a_folder, help="JSON with all figures."
+        "--out", type=click.Path(dir_okay=False, path_type=Path), callback=writable_file, help="JSON with all figures."
     ),
 )
 """What is offered to whom, and where the figures go; the same for each kind of load."""
@@ -291,7 +291,7 @@ def study(study: Path, out: Path | None, plots: bool) -> None:
 
     Writes study.json and table.md (and plots) into a folder. Exit status: 1 when no run was completed.
     """
-    from sgl_omni.bench.report import plot_study, study_table
+    from sgl_omni.bench.report import plot_study, require_plots, study_table
     from sgl_omni.bench.study import load_study, run_study
 
     spec = load_study(study)
@@ -300,7 +300,9 @@ def study(study: Path, out: Path | None, plots: bool) -> None:
     except InvalidRequest as error:
         raise click.UsageError(f"{study}: workload: {error}") from error
     folder = out or Path(study.stem)
-    folder.mkdir(parents=True, exist_ok=True)
+    writable_folder(folder, ("study.json", "table.md"), "--out" if out else "the study's name")
+    if plots:
+        require_plots()
     result = asyncio.run(run_study(spec, lambda line: click.echo(line, err=True)))
     (folder / "study.json").write_text(json.dumps(result, indent=1) + "\n")
     table = study_table(result)

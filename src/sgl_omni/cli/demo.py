@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import httpx
 
-from sgl_omni.cli.options import in_a_folder
+from sgl_omni.cli.options import writable_file
 
 SENTENCE = "Hello! This is a small voice on a small machine, and every stage of it runs in a process of its own."
 START_SECONDS = 120.0
@@ -27,7 +27,7 @@ START_SECONDS = 120.0
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("hello.wav"),
     show_default=True,
-    callback=in_a_folder,
+    callback=writable_file,
 )
 @click.option("--text", default=SENTENCE, show_default=True, help="What to say.")
 @click.option("--voice", default=None, help="One of the built-in voices.")

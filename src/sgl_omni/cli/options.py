@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,36 @@ SECONDS_OR_NONE = FiniteRange(0, 1e6)
 """0 seconds are allowed too."""
 
 
-def in_a_folder(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """Refuses a file whose folder does not exist."""
-    if value is not None and not value.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {value.absolute().parent}", ctx, param)
+def writable_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Refuses a file that could not be written at the end. What is in it stays; one that was not there is not left."""
+    if value is not None and (problem := why_not_writable(value)):
+        raise click.BadParameter(problem, ctx, param)
     return value
+
+
+def writable_folder(folder: Path, names: Sequence[str], what: str) -> None:
+    """Makes a folder where there is none. Raises ``click.UsageError`` where that, or a file in it, cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.UsageError(f"{what}: the folder {folder} cannot be made: {error.strerror}") from error
+    for name in names:
+        if problem := why_not_writable(folder / name):
+            raise click.UsageError(f"{what}: {problem}")
+
+
+def why_not_writable(path: Path) -> str | None:
+    """Found by opening it, because permissions do not tell of file systems that are read-only or full."""
+    if not path.absolute().parent.is_dir():
+        return f"there is no folder {path.absolute().parent}"
+    try:
+        there = path.exists()
+        if there and not path.is_file() and not path.is_dir():
+            return None  # a terminal or a pipe, which opening would disturb
+        with path.open("ab"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        return f"{path} cannot be written: {error.strerror}"
+    return None

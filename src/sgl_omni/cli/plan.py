@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sgl_omni.cli.config import once
-from sgl_omni.cli.options import SECONDS, SECONDS_OR_NONE, in_a_folder
+from sgl_omni.cli.options import SECONDS, SECONDS_OR_NONE, writable_file
 from sgl_omni.errors import LaunchRefused
 
 if TYPE_CHECKING:
@@ -71,11 +71,11 @@ class Target:
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("advised.yaml"),
     show_default=True,
-    callback=in_a_folder,
+    callback=writable_file,
     help="The configuration that is found.",
 )
 @click.option(
-    "--report", type=click.Path(dir_okay=False, path_type=Path), callback=in_a_folder, help="JSON with all figures."
+    "--report", type=click.Path(dir_okay=False, path_type=Path), callback=writable_file, help="JSON with all figures."
 )
 @click.pass_context
 def advise(

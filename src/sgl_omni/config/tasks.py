@@ -34,8 +34,9 @@ class ChatTask:
     """The pipeline answers ``/v1/chat/completions``, and ``/v1/completions`` where ``completes_text``.
 
     Its entry stage takes ``messages`` (a list of ``{"role": str, "content": [part, ...]}``, a part being
-    ``{"type": "text", "text": str}`` or ``{"type": "image" | "audio" | "video", "media": [index, ...]}``; a video is
-    its frames), ``media`` (a list of files as bytes), ``modalities`` (``["text"]`` or ``["text", "audio"]``),
+    ``{"type": "text", "text": str}`` or ``{"type": "image" | "audio" | "video", "media": [index, ...], "params": [str,
+    ...]}``; a video is its frames, and ``params`` are the places of the files in the caller's request, for errors),
+    ``media`` (a list of files as bytes), ``modalities`` (``["text"]`` or ``["text", "audio"]``),
     ``voice``, and where the caller gave them ``temperature``, ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``,
     ``max_new_tokens``, ``stop`` (a list of texts), ``ignore_eos`` and ``template`` (a dict for the chat template). For
     ``/v1/completions`` it takes ``prompt`` (str, or a list of ids) in place of ``messages``. ``stream`` is false where
@@ -62,7 +63,8 @@ class TranscriptionTask:
     Its entry stage takes ``{"audio": bytes of a file, "task": "transcribe" | "translate", "timestamps": bool}`` and,
     where the caller gave them, ``language``, ``prompt``, ``temperature``, ``seed``, ``max_new_tokens``. Its terminal
     stage streams chunks ``{"text": str}`` and ends with ``{"text", "language": str | None, "duration": seconds,
-    "segments": [{"start", "end", "text", ...}], "finish_reason", "input_tokens", "output_tokens"}``.
+    "segments": [{"start", "end", "text", ...}], "finish_reason", "input_tokens", "output_tokens"}``: counts of what the
+    caller gave and of the text, without what the model is told besides; ``input_audio_tokens`` of the input are audio.
     """
 
     languages: tuple[str, ...] = ()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sgl_omni.engine.headers import CheckpointError, check_shapes, read_headers
 from sgl_omni.engine.tensor_file import Rows, TensorFile, read_all
-from sgl_omni.errors import OmniError
-
-
-class CheckpointError(OmniError):
-    """A checkpoint is unreadable, or holds other tensors than the model has."""
-
-    code = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,57 +39,57 @@ class Slot:
 
 
 class Checkpoint:
-    """A folder with ``model.safetensors``, or with the files that ``model.safetensors.index.json`` names."""
+    """A folder with ``model.safetensors``, or with the files that ``model.safetensors.index.json`` names.
+
+    Raises ``CheckpointError`` for a file that is missing, truncated or of another kind.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._file_of = _file_of_each_tensor(folder)
+        self._entries = read_headers(folder)
 
     def config(self) -> dict[str, Any]:
         return read_config(self.folder)
 
     def names(self, prefix: str = "") -> list[str]:
-        return sorted(name for name in self._file_of if name.startswith(prefix))
+        return sorted(name for name in self._entries if name.startswith(prefix))
 
     def fingerprint(self) -> str:
         """Tells this checkpoint from another, or from itself after a change, without reading its data: by its
         configuration, its files' headers, their sizes and the times of their last changes."""
         parts = [(self.folder / "config.json").read_bytes() if (self.folder / "config.json").is_file() else b""]
-        for name in sorted(set(self._file_of.values())):
-            with _opened(self.folder / name) as file:
-                parts.append(f"{name} {file.fingerprint}".encode())
+        for path in sorted({entry.file for entry in self._entries.values()}):
+            with _opened(path) as file:
+                parts.append(f"{path.name} {file.fingerprint}".encode())
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+    def check(self, slots: Iterable[Slot], *, prefix: str = "", ignore: Sequence[str] = ()) -> None:
+        """What ``load`` would refuse, without reading data or touching a target, which may be on the meta device.
+
+        Raises ``CheckpointError`` that names all missing, unknown and ill-shaped tensors, and those that are no floats.
+        """
+        wanted = ((slot.name, slot.shape) for slot in slots)
+        check_shapes(self._entries, wanted, str(self.folder), prefix=prefix, ignore=ignore)
 
     @torch.no_grad()
     def load(self, slots: Iterable[Slot], *, prefix: str = "", ignore: Sequence[str] = ()) -> None:
         """Fills all slots. Every tensor below ``prefix`` must have one, unless a pattern of ``ignore`` matches it.
 
-        Raises ``CheckpointError`` that names all missing, unknown and ill-shaped tensors, before anything is copied.
+        Raises what ``check`` does, before anything is copied. Slots on the meta device are checked and nothing else.
         """
         wanted = list(slots)
-        missing = sorted({slot.name for slot in wanted} - self._file_of.keys())
-        unknown = sorted(set(self.names(prefix)) - {slot.name for slot in wanted})
-        unknown = [name for name in unknown if not any(fnmatch(name, pattern) for pattern in ignore)]
-        problems = [f"missing: {_listed(missing)}"] * bool(missing) + [f"unknown: {_listed(unknown)}"] * bool(unknown)
-        if problems:
-            raise CheckpointError(f"{self.folder}, tensors below {prefix!r}: {'; '.join(problems)}")
+        self.check(wanted, prefix=prefix, ignore=ignore)
+        wanted = [slot for slot in wanted if not slot.target.is_meta]
         with ExitStack() as stack:
-            names = {self._file_of[slot.name] for slot in wanted}
-            files = {name: stack.enter_context(_readable(self.folder / name)) for name in sorted(names)}
-            parts = [(slot, files[self._file_of[slot.name]].get_slice(slot.name)) for slot in wanted]
-            wrong = [
-                f"{slot.name} is {part.get_shape()}, not {[*slot.shape]}"
-                for slot, part in parts
-                if tuple(part.get_shape()) != slot.shape
-            ]
-            if wrong:
-                raise CheckpointError(f"{self.folder}: {_listed(wrong)}")
-            raw = {name: stack.enter_context(_opened(self.folder / name)) for name in files}
+            paths = {self._entries[slot.name].file for slot in wanted}
+            files = {path: stack.enter_context(_readable(path)) for path in sorted(paths)}
+            raw = {path: stack.enter_context(_opened(path)) for path in files}
             straight: list[Rows] = []
-            for slot, part in parts:
-                rows = raw[self._file_of[slot.name]].rows(slot.name, slot.start, slot.target) if slot.dim == 0 else None
+            for slot in wanted:
+                path = self._entries[slot.name].file
+                rows = raw[path].rows(slot.name, slot.start, slot.target) if slot.dim == 0 else None
                 if rows is None:
-                    slot.target.copy_(part[slot.index])
+                    slot.target.copy_(files[path].get_slice(slot.name)[slot.index])
                 else:
                     straight.append(rows)
             try:
@@ -116,19 +109,6 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return config
 
 
-def _file_of_each_tensor(folder: Path) -> dict[str, str]:
-    if (folder / "model.safetensors.index.json").is_file():
-        weight_map: dict[str, str] = read_config(folder, "model.safetensors.index.json")["weight_map"]
-        absent = [name for name in sorted(set(weight_map.values())) if not (folder / name).is_file()]
-        if absent:
-            raise CheckpointError(f"{folder} lacks {_listed(absent)}, which its index names")
-        return weight_map
-    if not (folder / "model.safetensors").is_file():
-        raise CheckpointError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
-    with _readable(folder / "model.safetensors") as file:
-        return dict.fromkeys(_keys(file), "model.safetensors")
-
-
 def _readable(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
@@ -141,12 +121,3 @@ def _opened(path: Path) -> TensorFile:
         return TensorFile(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _keys(file: Any) -> Iterator[str]:
-    yield from file.keys()
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -1,4 +1,4 @@
-"""The shape of a decoder, read from a Hugging Face ``config.json``."""
+"""The shape of a decoder, read from a Hugging Face ``config.json``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from sgl_omni.engine.moe import MoEConfig
-from sgl_omni.engine.rope import RopeConfig
+from sgl_omni.engine.rope_config import RopeConfig
 from sgl_omni.errors import StartupError
 
 
@@ -63,6 +62,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "bailing_moe": _BAILING_MOE,
     }
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """``normalise``: the weights of the experts chosen sum to one. ``shared_size`` 0: no expert that all rows use.
+
+    ``shared_gated``: that one counts as much as a gate of its own says; else it is added as it is.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalise: bool
+    shared_size: int = 0
+    shared_gated: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,7 +189,8 @@ class LoadedModel(nn.Module, StepModel):
         policy: SharePolicy | None,
     ) -> Self:
         """Gives a model that was built on the meta device its tensors, which live where ``weights`` says, by default in
-        memory of their own. ``read`` fills all of them, and is called where nobody has yet."""
+        memory of their own. ``read`` fills all of them, where nobody has yet, and before that is called once to check
+        them (see ``load_module``)."""
         self._weights = weights or OwnWeights()
         load_module(
             self,

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sgl_omni.engine.checkpoint import Slot
+from sgl_omni.engine.decoder_config import MoEConfig
 from sgl_omni.engine.layers import GatedMLP, parameter
 from sgl_omni.engine.ops import whole
 from sgl_omni.engine.shard import Shard
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
-    """``normalise``: the weights of the experts chosen sum to one. ``shared_size`` 0: no expert that all rows use.
-
-    ``shared_gated``: that one counts as much as a gate of its own says; else it is added as it is.
-    """
-
-    num_experts: int
-    experts_per_token: int
-    intermediate_size: int
-    normalise: bool
-    shared_size: int = 0
-    shared_gated: bool = True
 
 
 class MoE(nn.Module):

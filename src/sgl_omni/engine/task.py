@@ -218,10 +218,11 @@ def frames_asked(payload: Payload, default: int, room: int | None, param: str = 
 
 def parse_sampling(payload: Payload) -> Sampling:
     """Without a seed the draws differ from request to request."""
+    top_k = whole_number(payload, "top_k", 0)
     seed = whole_number(payload, "seed", -1)
     return Sampling(
         temperature=number(payload, "temperature", 0.0),
-        top_k=whole_number(payload, "top_k", 0),
+        top_k=0 if top_k == -1 else top_k,  # both mean all ids, as files of generation options have it too
         top_p=number(payload, "top_p", 1.0),
         repetition_penalty=number(payload, "repetition_penalty", 1.0),
         seed=secrets.randbits(62) if payload.get("seed") is None else seed,

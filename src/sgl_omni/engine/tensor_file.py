@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sgl_omni.engine.headers import read_header
+
 BLOCK_BYTES = 16 * 2**20
 MOST_THREADS = 4
 
@@ -33,7 +35,6 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_LONGEST_HEADER = 100_000_000
 
 
 class TensorFile:
@@ -42,7 +43,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._header = _header(self._fd)
+            self._header = read_header(self._fd)
             self._tensors: dict[str, Any] = json.loads(self._header)
         except ValueError:
             os.close(self._fd)
@@ -148,13 +149,3 @@ def _read_into(fd: int, begin: int, target: Tensor) -> None:
         if count == 0:
             raise EOFError(f"a checkpoint file ends {len(view) - done} bytes before its tensors do")
         done += count
-
-
-def _header(fd: int) -> bytes:
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if not 2 <= length <= _LONGEST_HEADER:
-        raise ValueError("it does not begin with a safetensors header")
-    header = os.pread(fd, length, 8)
-    if len(header) != length:
-        raise ValueError("its header is cut short")
-    return header

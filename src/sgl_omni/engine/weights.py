@@ -95,9 +95,12 @@ def load_module(
     """Gives a module that was built on the meta device its tensors.
 
     Args:
-        read: fills all parameters and buffers of the module, from a checkpoint say.
+        read: fills all parameters and buffers of the module, from a checkpoint say. It is called first while they are
+            on the meta device, so that it refuses what does not fit before any memory is taken (``Checkpoint.load``
+            then checks and copies nothing).
     """
     module.to(dtype)
+    read()
     places = _places(module)
     wanted = {name: tensor for name, (tensor, _) in places.items()}
 

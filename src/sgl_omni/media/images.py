@@ -4,14 +4,40 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sgl_omni.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from PIL.ImageFile import ImageFile
+
 MAX_PIXELS = 64 << 20
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """What the beginning of a file says. ``is_animated``: there are more frames than the one that is decoded."""
+
+    width: int
+    height: int
+    is_animated: bool
+
+    @property
+    def pixels(self) -> int:
+        return self.width * self.height
+
+
+def image_facts(data: bytes | memoryview, *, param: str, max_pixels: int = MAX_PIXELS) -> ImageFacts:
+    """Reads a file's header and no pixels. Raises ``InvalidRequest`` as ``decode_image`` does."""
+    with _opened(data, param, max_pixels) as image:
+        return ImageFacts(image.width, image.height, bool(getattr(image, "is_animated", False)))
 
 
 def decode_image(data: bytes | memoryview, *, param: str, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
@@ -20,7 +46,20 @@ def decode_image(data: bytes | memoryview, *, param: str, max_pixels: int = MAX_
     Raises ``InvalidRequest`` that names ``param`` for a file that is no picture of ``FORMATS``, is broken, or has more
     than ``max_pixels``, which is known before they are decoded.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
+
+    with _opened(data, param, max_pixels) as image:
+        turned = ImageOps.exif_transpose(image)
+        if turned.mode in ("RGBA", "LA", "PA") or "transparency" in turned.info:
+            white = Image.new("RGBA", turned.size, "white")
+            turned = Image.alpha_composite(white, turned.convert("RGBA"))
+        return np.asarray(turned.convert("RGB"))
+
+
+@contextmanager
+def _opened(data: bytes | memoryview, param: str, max_pixels: int) -> Iterator[ImageFile]:
+    """The picture, not decoded yet. What goes wrong with it inside is the caller's mistake."""
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -30,11 +69,7 @@ def decode_image(data: bytes | memoryview, *, param: str, max_pixels: int = MAX_
                     raise InvalidRequest(
                         f"the image has {image.width} x {image.height} pixels; the limit is {max_pixels}", param
                     )
-                turned = ImageOps.exif_transpose(image)
-                if turned.mode in ("RGBA", "LA", "PA") or "transparency" in turned.info:
-                    white = Image.new("RGBA", turned.size, "white")
-                    turned = Image.alpha_composite(white, turned.convert("RGBA"))
-                return np.asarray(turned.convert("RGB"))
+                yield image
     except UnidentifiedImageError as error:
         raise InvalidRequest(f"the image is none of {', '.join(FORMATS)}", param) from error
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

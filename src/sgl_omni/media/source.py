@@ -43,7 +43,7 @@ class MediaSource:
         """
         scheme = reference[:8].partition(":")[0].lower()
         if scheme == "data":
-            return self._decode(reference, param)
+            return await asyncio.to_thread(self._decode, reference, param)
         if scheme in ("http", "https"):
             return await self._download(reference, param)
         if scheme == "file" or reference.startswith("/"):

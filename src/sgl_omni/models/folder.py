@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sgl_omni.errors import InvalidRequest
+from sgl_omni.engine.headers import FLOATS, CheckpointError, Entry, check_shapes, read_headers
+from sgl_omni.engine.shapes import Named
+from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.text.template import check_template
 
 _MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _TOKENIZERS = ("tokenizer.json", "vocab.json")
 
-FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
-"""Types of tensors, as headers of safetensors call them, that are weights as they are. Quantised ones are not."""
+LOADABLE = FLOATS | {"I64", "BOOL"}
+"""Types of tensors in folders that are not quantised: weights, and counters and tables beside them."""
 
 
 def find_folder(model_path: str) -> Path:
@@ -77,14 +80,16 @@ def check_folder(
     architectures: Collection[str],
     *,
     tokenizer: bool = True,
+    chat: bool = False,
     weights: Sequence[str] = ("",),
     fields: Sequence[str] = (),
-    dtypes: Collection[str] | None = None,
+    dtypes: Collection[str] = LOADABLE,
 ) -> dict[str, Any]:
     """The folder's ``config.json``, after a look at all that a start needs of it.
 
-    Sizes in it must be numbers; ``fields`` are dotted paths that it must have. ``weights`` are the sub-folders with
-    safetensors, whose tensors may be of ``dtypes``, of any if None; their headers and lengths are read, not their data.
+    ``chat``: a chat template that is there must be readable. Sizes must be numbers; ``fields`` are dotted paths that
+    the config must have. ``weights`` are the sub-folders with safetensors, whose tensors may be of ``dtypes``; their
+    headers and lengths are read, not their data.
     Raises ``InvalidRequest`` that names file and field.
     """
     config = read_json(folder)
@@ -101,9 +106,18 @@ def check_folder(
         raise InvalidRequest(f"{folder} holds no tokenizer: neither {' nor '.join(_TOKENIZERS)}", param="model_path")
     if tokenizer and (folder / "tokenizer.json").is_file():
         read_json(folder, "tokenizer.json")
+    if chat:
+        _check_template(folder)
     for part in weights:
         check_weights(folder / part, dtypes)
     return config
+
+
+def _check_template(folder: Path) -> None:
+    try:
+        check_template(folder)
+    except StartupError as error:
+        raise InvalidRequest(str(error), param="model_path") from error
 
 
 def require(config: Mapping[str, Any], field: str, file: Path) -> Any:
@@ -116,47 +130,42 @@ def require(config: Mapping[str, Any], field: str, file: Path) -> Any:
     return value
 
 
-def check_weights(folder: Path, dtypes: Collection[str] | None = None) -> None:
-    """Raises ``InvalidRequest`` that names the file where weights are missing, truncated or no safetensors, and the
-    first tensor that is of another type than ``dtypes``."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        names = read_json(folder, index.name).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise InvalidRequest(f"{index} lacks the field weight_map", param="model_path")
-        files = [folder / str(name) for name in sorted(set(names.values()))]
-    else:
-        files = [single]
-    for file in files:
-        _check_file(file, dtypes)
-
-
-def _check_file(file: Path, dtypes: Collection[str] | None) -> None:
-    """A safetensors file begins with the length of its header, and the header says where the data ends."""
+def check_weights(folder: Path, dtypes: Collection[str] = LOADABLE) -> dict[str, Entry]:
+    """All tensors of a folder by name. Raises ``InvalidRequest`` that names the file where weights are missing,
+    truncated or no safetensors, and the first tensor that is of another type than ``dtypes``."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if not 2 <= length <= size - 8:
-                raise ValueError(f"its header would take {length} of {size} bytes")
-            header = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        types = {name: str(entry["dtype"]) for name, entry in header.items()}
-    except FileNotFoundError as error:
-        raise InvalidRequest(f"{file} is missing", param="model_path") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequest(f"{file} is no safetensors file: {error}", param="model_path") from error
-    if 8 + length + end != size:
+        entries = read_headers(folder)
+    except CheckpointError as error:
+        raise InvalidRequest(str(error), param="model_path") from error
+    other = next((name for name, entry in entries.items() if entry.dtype not in dtypes), None)
+    if other is not None:
         raise InvalidRequest(
-            f"{file} has {size} bytes, and its header tells of {8 + length + end}: it is truncated or damaged",
+            f"{entries[other].file}: {other} is {entries[other].dtype}, not one of {', '.join(sorted(dtypes))}",
             param="model_path",
         )
-    other = next((name for name, type_ in types.items() if dtypes is not None and type_ not in dtypes), None)
-    if dtypes is not None and other is not None:
-        raise InvalidRequest(
-            f"{file}: {other} is {types[other]}, not one of {', '.join(sorted(dtypes))}", param="model_path"
-        )
+    return entries
+
+
+def check_tensors(folder: Path, shapes: Callable[[], Named] = lambda: iter(()), parts: Sequence[str] = ()) -> None:
+    """Raises ``InvalidRequest`` that names the file and the tensors where those of ``shapes`` are missing, of another
+    shape or no floats, and the field where the config has no such shapes.
+
+    ``parts``: prefixes below which there must be something; the stage that loads a part knows its tensors by name, and
+    refuses what does not fit before it takes memory.
+    """
+    entries = check_weights(folder)
+    absent = [part for part in parts if not any(name.startswith(part) for name in entries)]
+    if absent:
+        raise InvalidRequest(f"{folder} holds no tensors below {', '.join(absent)}", param="model_path")
+    try:
+        check_shapes(entries, shapes(), str(folder))
+    except (CheckpointError, StartupError) as error:
+        told = str(error) if isinstance(error, CheckpointError) else f"{folder / 'config.json'}: {error}"
+        raise InvalidRequest(told, param="model_path") from error
+    except KeyError as error:
+        raise InvalidRequest(f"{folder / 'config.json'} lacks the field {error.args[0]}", param="model_path") from error
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{folder / 'config.json'}: {error}", param="model_path") from error
 
 
 def _cached(model_id: str) -> Path | None:

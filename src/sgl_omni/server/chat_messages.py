@@ -118,7 +118,8 @@ class Conversation:
         self.files.extend(_references(value, f"{place}.{part.type}"))
         if len(self.files) > MOST_FILES:
             raise InvalidRequest(f"a request may have {MOST_FILES} files at most, frames of videos included", place)
-        return {"type": kind, "media": list(range(first, len(self.files)))}
+        params = [file.param for file in self.files[first:]]
+        return {"type": kind, "media": list(range(first, len(self.files))), "params": params}
 
 
 KINDS = {
@@ -158,7 +159,7 @@ async def fetch(files: Sequence[Reference], media: MediaSource) -> list[bytes]:
 
 async def _fetch_one(file: Reference, media: MediaSource) -> bytes:
     if file.is_base64:
-        return decode_base64(file.source, file.param)
+        return await asyncio.to_thread(decode_base64, file.source, file.param)
     return await media.fetch(file.source, file.param)
 
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.server.json_body import Body, Count, Int, check_model, read_body
+from sgl_omni.server.json_body import Body, Count, Int, TopK, check_model, read_body
 
 MOST_STOPS = 4
 LONGEST_STOP = 256
@@ -49,7 +49,7 @@ class Generation(Body):
     model: str
     temperature: float | None = Field(None, ge=0.0, le=2.0)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="0 or -1: all tokens")
+    top_k: TopK | None = None
     repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
     seed: Int | None = None
     max_tokens: Count | None = None
@@ -83,7 +83,7 @@ class Generation(Body):
         given: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "top_k": self.top_k,
             "repetition_penalty": self.repetition_penalty,
             "seed": self.seed,
             "stop": self.stop or None,

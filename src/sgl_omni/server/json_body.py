@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -22,6 +22,8 @@ SHOWN_CHARACTERS = 100
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31, description="0 or -1: all tokens"), AfterValidator(lambda k: max(0, k))]
+"""The pipeline gets 0 for all."""
 
 
 class Body(BaseModel):

@@ -13,7 +13,7 @@ from sgl_omni.audio.encode import available_formats, check_format
 from sgl_omni.config.tasks import SpeechTask
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.media.source import MediaSource
-from sgl_omni.server.json_body import SHOWN_CHARACTERS, Body, Count, Int, check_model, read_body
+from sgl_omni.server.json_body import SHOWN_CHARACTERS, Body, Count, Int, TopK, check_model, read_body
 from sgl_omni.server.speech_references import Fetch, Reference, fetch_references, given_references
 from sgl_omni.server.voices import VoiceStore
 
@@ -42,7 +42,7 @@ class SpeechOptions(Body):
     language: str | None = Field(None, description="Where the model has a choice of languages")
     seed: Int | None = None
     temperature: float | None = Field(None, ge=0.0, le=2.0)
-    top_k: Count | None = None
+    top_k: TopK | None = None
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
     max_new_tokens: Count | None = None

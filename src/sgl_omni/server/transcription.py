@@ -123,7 +123,13 @@ def transcript(result: dict[str, Payload]) -> Payload:
 
 
 def tokens_used(result: dict[str, Payload]) -> dict[str, Any]:
-    return {"type": "tokens", **usage(result)}
+    """OpenAI's `usage` of models that count tokens, with the input's audio apart where the pipeline knows it."""
+    used = usage(result)
+    heard = transcript(result).get("input_audio_tokens")
+    if heard is None:
+        return {"type": "tokens", **used}
+    details = {"text_tokens": used["input_tokens"] - heard, "audio_tokens": heard}
+    return {"type": "tokens", **used, "input_token_details": details}
 
 
 def openapi_of_form() -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.text.template import TemplateFailed, find_template
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_WAIT = 64
@@ -37,8 +37,8 @@ class TextTokenizer:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare ones for a damaged file
             raise StartupError(f"the tokenizer in {folder} cannot be read: {error}") from error
-        if not tokenizer.chat_template:
-            tokenizer.chat_template = _template_apart(folder)
+        if not tokenizer.chat_template and (template := find_template(folder)) is not None:
+            tokenizer.chat_template = template.text
         return cls(tokenizer)
 
     @classmethod
@@ -92,11 +92,9 @@ class TextTokenizer:
     def chat(self, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
         """The conversation as the checkpoint's template writes it, with the header of the answer.
 
-        ``options`` are variables of the template. Raises ``InvalidRequest`` for a conversation or for options that
-        cannot be, and where the checkpoint has no template.
+        ``options`` are variables of the template. Raises ``InvalidRequest`` for a conversation that the template itself
+        refuses, for options that cannot be, and where there is no template; ``TemplateFailed`` where it is at fault.
         """
-        from jinja2 import TemplateError
-
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
         known = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
@@ -104,24 +102,43 @@ class TextTokenizer:
         if taken:
             raise InvalidRequest(f"the chat template's options may not set {', '.join(taken)}", "chat_template_kwargs")
         try:
+            return self._rendered(messages, **options)
+        except TemplateFailed as error:
+            if options and self._renders(messages):
+                told = f"the chat template cannot take these options: {error.__cause__}"
+                raise InvalidRequest(told, "chat_template_kwargs") from error
+            raise
+
+    def check_chat(self) -> None:
+        """Raises ``StartupError`` where the template, if there is one, fails at the shortest of conversations."""
+        if not self._tokenizer.chat_template:
+            return
+        try:
+            self._rendered([{"role": "user", "content": "?"}])
+        except TemplateFailed as error:
+            raise StartupError(f"{self._tokenizer.name_or_path}: {error}") from error
+        except InvalidRequest:
+            return  # it wants another conversation, and says so
+
+    def _renders(self, messages: Sequence[dict[str, Any]]) -> bool:
+        try:
+            self._rendered(messages)
+        except (TemplateFailed, InvalidRequest):
+            return False
+        return True
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        from jinja2 import TemplateError
+
+        try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **options
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", "messages") from error
+        except Exception as error:
+            if type(error) is TemplateError:  # what its `raise_exception` raises, and no failure of it
+                raise InvalidRequest(f"the chat template refuses these messages: {error}", "messages") from error
+            raise TemplateFailed(f"the checkpoint's chat template failed: {type(error).__name__}: {error}") from error
         return text
-
-
-def _template_apart(folder: Path) -> str | None:
-    """The chat template of models with media, which may lie in a file of its own."""
-    file = folder / "chat_template.json"
-    if not file.is_file():
-        return None
-    try:
-        template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StartupError(f"{file} cannot be read, or lacks the field chat_template: {error!r}") from error
-    return str(template)
 
 
 class Detokenizer:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from sgl_omni.audio.causal import CausalStream, Codes, Layout, Pieces, filled_up
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
-from sgl_omni.engine.rope import Rope, RopeConfig, rotate
+from sgl_omni.engine.rope import Rope, rotate
+from sgl_omni.engine.rope_config import RopeConfig
 
 _CONVOLUTION = (nn.Conv1d, nn.ConvTranspose1d)
 _PREFIX = "codec_model."
@@ -169,10 +170,10 @@ def _load(folder: Path, config: Mapping[str, Any], half: str, device: torch.devi
     parts["quantizer"] = model.quantizer
     slots = []
     for name, part in parts.items():
-        part.to(device).eval().requires_grad_(False)
+        part.eval().requires_grad_(False)
         slots += [
             Slot(f"{_PREFIX}{name}.{key}", tensor, tuple(tensor.shape)) for key, tensor in part.state_dict().items()
         ]
     others = [f"{_PREFIX}{name}.*" for name in {*_HALVES["encoder"], *_HALVES["decoder"]} - {*names}]
-    Checkpoint(folder).load(slots, prefix=_PREFIX, ignore=others)
-    return parts
+    Checkpoint(folder).load(slots, prefix=_PREFIX, ignore=others)  # before any of the device's memory is taken
+    return {name: part.to(device) for name, part in parts.items()}

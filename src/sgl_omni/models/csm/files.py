@@ -8,12 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sgl_omni.engine.headers import FLOATS
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.folder import FLOATS, check_folder, find_folder, require
+from sgl_omni.models.csm.spec import CsmSpec, engine_shapes
+from sgl_omni.models.folder import check_folder, check_tensors, check_weights, find_folder, require
 
 ARCHITECTURE = "CsmForConditionalGeneration"
 SPEAKERS = tuple(map(str, range(10)))
 MAX_REFERENCES = 8
+TABLES = ("backbone_model.embed_tokens.embed_audio_tokens.weight", "depth_decoder.model.embed_tokens.weight")
+"""Backbone and depth decoder have one table of codes, which a checkpoint holds under either name, or both."""
 _FIELDS = (
     "hidden_size",
     "text_vocab_size",
@@ -68,6 +72,8 @@ def checked(model_path: str) -> dict[str, Any]:
     end = config["codebook_eos_token_id"]
     if not (isinstance(end, int) and 0 <= end < codec["codebook_size"]):
         raise _wrong(file, "codebook_eos_token_id", end, f"codes are 0..{codec['codebook_size'] - 1}")
+    table = next((name for name in TABLES if name in check_weights(folder)), TABLES[0])
+    check_tensors(folder, lambda: engine_shapes(CsmSpec.parse(config), table), parts=["codec_model."])
     return config
 
 

@@ -21,13 +21,11 @@ from sgl_omni.engine.row_state import RowState, choose_rows
 from sgl_omni.engine.sampler import SamplingBatch, sample
 from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.csm.depth import DepthDecoder
-from sgl_omni.models.csm.files import ARCHITECTURE
+from sgl_omni.models.csm.files import ARCHITECTURE, TABLES
 from sgl_omni.models.csm.spec import CsmSpec
 
 SHARE_POLICY = SharePolicy(ARCHITECTURE)
-_TABLES = ("backbone_model.embed_tokens.embed_audio_tokens.weight", "depth_decoder.model.embed_tokens.weight")
-"""Backbone and depth decoder have one table of codes, which a checkpoint holds under either name, or both."""
-_NOT_READ = ("codec_model.*", "*.rotary_emb.inv_freq", "*.audio_tokens_offsets", *_TABLES)
+_NOT_READ = ("codec_model.*", "*.rotary_emb.inv_freq", "*.audio_tokens_offsets", *TABLES)
 
 
 class CsmModel(LoadedModel):
@@ -64,7 +62,7 @@ class CsmModel(LoadedModel):
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(CsmSpec.parse(checkpoint.config()))
-        tables = [name for name in _TABLES if name in checkpoint.names()] or [_TABLES[0]]
+        tables = [name for name in TABLES if name in checkpoint.names()] or [TABLES[0]]
         return model.take_weights(
             checkpoint,
             weights,
@@ -79,9 +77,10 @@ class CsmModel(LoadedModel):
         checkpoint.load(self.slots(table), ignore=_NOT_READ)
         if other is None:
             return
-        twin = torch.empty_like(self.codes.weight, device="cpu")
+        is_check = self.codes.weight.is_meta
+        twin = torch.empty_like(self.codes.weight, device="meta" if is_check else "cpu")
         checkpoint.load([Slot(other, twin, tuple(twin.shape))], prefix=other)
-        if not torch.equal(twin, self.codes.weight.cpu()):
+        if not is_check and not torch.equal(twin, self.codes.weight.cpu()):
             raise CheckpointError(f"{checkpoint.folder}: {table} and {other} differ, which is not supported")
 
     @property

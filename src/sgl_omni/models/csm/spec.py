@@ -1,4 +1,4 @@
-"""What the engine takes from a CSM checkpoint's ``config.json``."""
+"""What the engine takes from a CSM checkpoint's ``config.json``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.shapes import Named, decoder_shapes
 from sgl_omni.errors import StartupError
 
 
@@ -45,6 +46,18 @@ class CsmSpec:
             )
         except KeyError as error:
             raise StartupError(f"CSM: the config lacks the field {error.args[0]}") from error
+
+
+def engine_shapes(spec: CsmSpec, table: str) -> Named:
+    """What the engine reads. ``table``: the name on disk of the embeddings of codes."""
+    width, depth = spec.backbone.hidden_size, spec.depth.hidden_size
+    yield from decoder_shapes(spec.backbone, "backbone_model.")
+    yield from decoder_shapes(spec.depth, "depth_decoder.model.")
+    yield "depth_decoder.model.inputs_embeds_projector.weight", (depth, width)
+    yield "depth_decoder.codebooks_head.weight", (spec.num_codebooks - 1, depth, spec.vocab_size)
+    yield table, (spec.num_codebooks * spec.vocab_size, width)
+    yield "embed_text_tokens.weight", (spec.text_vocab_size, width)
+    yield "lm_head.weight", (spec.vocab_size, width)
 
 
 def _decoder(config: Mapping[str, Any]) -> DecoderConfig:

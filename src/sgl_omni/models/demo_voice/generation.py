@@ -69,8 +69,8 @@ class SpeechRequest:
             raise InvalidRequest(f"voice {request.voice} is not one of 0..{len(spec.voices) - 1}", param="voice")
         if not (math.isfinite(request.temperature) and request.temperature >= 0):
             raise InvalidRequest("temperature must be 0 or more", param="temperature")
-        if request.top_k < 1:
-            raise InvalidRequest("top_k must be 1 or more", param="top_k")
+        if request.top_k < -1:
+            raise InvalidRequest("top_k must be 1 or more, or 0 or -1 for all", param="top_k")
         if request.max_frames < 1:
             raise InvalidRequest("max_new_tokens must be 1 or more", param="max_new_tokens")
         return request

@@ -6,7 +6,9 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
-from sgl_omni.models.demo_voice.spec import MODEL_ID, VoiceSpec, resolve_folder
+from sgl_omni.errors import InvalidRequest
+from sgl_omni.models.demo_voice.spec import MODEL_ID, CodecSpec, VoiceSpec, resolve_folder, tensor_shapes
+from sgl_omni.models.folder import check_tensors, read_json
 
 _STAGES = "sgl_omni.models.demo_voice.stages"
 
@@ -50,7 +52,18 @@ class DemoVoicePipelineConfig(PipelineConfig):
 
     @classmethod
     def tasks(cls, model_path: str) -> Tasks:
-        spec = VoiceSpec.load(resolve_folder(model_path))
+        """Raises ``InvalidRequest`` that names the file, field or tensor that is missing or does not fit."""
+        folder = resolve_folder(model_path)
+        config = read_json(folder)
+        try:
+            spec = VoiceSpec.load(folder)
+            CodecSpec.load(folder)
+        except KeyError as error:
+            raise InvalidRequest(f"{folder}: the config lacks the field {error.args[0]}", "model_path") from error
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(f"{folder} cannot be read: {error}", "model_path") from error
+        check_tensors(folder, lambda: tensor_shapes(spec, config))
+        check_tensors(folder / "codec", parts=["quantizer.codebooks", "decoder."])
         return Tasks(
             speech=SpeechTask(voices=spec.voices, default_voice=spec.default_voice, sample_rate=spec.sample_rate)
         )

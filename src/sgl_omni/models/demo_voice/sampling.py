@@ -13,7 +13,7 @@ class Sampler:
     """Draws one id a column. The draws depend on the seed and the logits, never on other requests."""
 
     def __init__(self, temperature: float, top_k: int, seed: int | None) -> None:
-        """Without a seed the draws differ from request to request."""
+        """``top_k`` 0 or -1 leaves all ids. Without a seed the draws differ from request to request."""
         self._temperature = temperature
         self._top_k = top_k
         self._generator = torch.Generator()
@@ -25,6 +25,7 @@ class Sampler:
     def __call__(self, logits: Tensor) -> list[int]:
         """logits [columns, vocabulary] -> one id a column."""
         scaled = logits.cpu() / self._temperature
-        threshold = scaled.topk(min(self._top_k, scaled.shape[-1]), -1).values[:, -1:]
+        kept = min(self._top_k, scaled.shape[-1]) if self._top_k > 0 else scaled.shape[-1]
+        threshold = scaled.topk(kept, -1).values[:, -1:]
         probabilities = scaled.masked_fill(scaled < threshold, float("-inf")).softmax(-1)
         return torch.multinomial(probabilities, 1, generator=self._generator)[:, 0].tolist()

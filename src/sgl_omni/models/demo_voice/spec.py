@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.shapes import Named, decoder_shapes
 from sgl_omni.errors import InvalidRequest
 
 MODEL_ID = "demo-voice"
@@ -96,6 +99,13 @@ class VoiceSpec:
             default_voice=config["default_voice"],
             sample_rate=config["sampling_rate"],
         )
+
+
+def tensor_shapes(spec: VoiceSpec, config: Mapping[str, Any]) -> Named:
+    """What the engine reads of a checkpoint: a decoder as Llama's under its usual names."""
+    yield "model.embed_tokens.weight", (spec.num_codebooks * spec.column_vocab_size, spec.hidden_size)
+    yield from decoder_shapes(DecoderConfig.parse({**config, "model_type": "llama"}), "model.")
+    yield "lm_head.weight", (spec.num_codebooks * spec.head_vocab_size, spec.hidden_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

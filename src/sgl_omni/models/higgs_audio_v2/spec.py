@@ -1,4 +1,4 @@
-"""What the config of a Higgs Audio v2 checkpoint says beyond its decoder's shapes."""
+"""What the config of a Higgs Audio v2 checkpoint says beyond its decoder's shapes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.shapes import Named, attention_shapes, mlp_shapes
 from sgl_omni.errors import StartupError
 
 
@@ -50,3 +51,20 @@ class HiggsSpec:
     def codec_size(self) -> int:
         """Ids that the codec can decode."""
         return self.codebook_size - 2
+
+
+def engine_shapes(spec: HiggsSpec) -> Named:
+    """What the engine reads of a checkpoint."""
+    config, rows = spec.decoder, spec.num_codebooks * spec.codebook_size
+    width = config.hidden_size
+    yield "model.embed_tokens.weight", (config.vocab_size, width)
+    yield "model.embed_audio_tokens.embed_audio_tokens.weight", (rows, width)
+    for i in range(config.num_layers):
+        name = f"model.layers.{i}"
+        yield from attention_shapes(config, f"{name}.self_attn")
+        for kind in ("", "audio_"):
+            yield f"{name}.{kind}input_layernorm.weight", (width,)
+            yield f"{name}.{kind}post_attention_layernorm.weight", (width,)
+            yield from mlp_shapes(width, config.intermediate_size, f"{name}.{kind}mlp", bias=config.mlp_bias)
+    yield "model.norm.weight", (width,)
+    yield "audio_lm_head.weight", (rows, width)

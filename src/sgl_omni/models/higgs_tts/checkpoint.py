@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_omni.engine.shapes import Named
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.folder import check_folder, check_weights, find_folder, read_json, require
+from sgl_omni.models.folder import check_folder, check_tensors, check_weights, find_folder, read_json, require
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
+from sgl_omni.models.higgs_audio_v2.spec import HiggsSpec
+from sgl_omni.models.higgs_audio_v2.spec import engine_shapes as v2_shapes
+from sgl_omni.models.higgs_tts.spec import HiggsTts3Spec
+from sgl_omni.models.higgs_tts.spec import engine_shapes as v3_shapes
 
 V2 = "HiggsAudioV2ForConditionalGeneration"
 V3 = "HiggsMultimodalQwen3ForConditionalGeneration"
@@ -72,7 +77,7 @@ class HiggsCheckpoint:
     def load(cls, model_path: str) -> HiggsCheckpoint:
         """Raises ``InvalidRequest`` that names file and field for whatever is missing or does not fit."""
         folder = find_folder(model_path)
-        config = check_folder(folder, (V2, V3))
+        config = check_folder(folder, (V2, V3), chat=True)
         is_v2 = V2 in config["architectures"]
         for field in _V2_FIELDS if is_v2 else _V3_FIELDS:
             _positive(require(config, field, folder / "config.json"), field, folder / "config.json")
@@ -93,6 +98,12 @@ class HiggsCheckpoint:
     def is_v2(self) -> bool:
         return self.architecture == V2
 
+    def check_tensors(self) -> None:
+        """Raises ``InvalidRequest`` that names the tensors of the engine that are missing or ill-shaped."""
+        check_tensors(self.folder, lambda: _engine_shapes(self.config, self.is_v2))
+        parts = ("acoustic_decoder.", "quantizer.")
+        check_tensors(self.codec_folder, parts=[f"{self.codec_prefix}{part}" for part in parts])
+
     def _check_codec(self) -> None:
         codec, codes = self.codec, self.codebook_size - 2
         if (codec.num_codebooks, codec.codebook_size) != (self.num_codebooks, codes):
@@ -101,6 +112,10 @@ class HiggsCheckpoint:
                 f"tokenizer of {self.codec_folder} has {codec.num_codebooks} of {codec.codebook_size}",
                 param="model_path",
             )
+
+
+def _engine_shapes(config: Mapping[str, Any], is_v2: bool) -> Named:
+    return v2_shapes(HiggsSpec.parse(config)) if is_v2 else v3_shapes(HiggsTts3Spec.parse(config))
 
 
 def _codec_apart(folder: Path) -> dict[str, Any]:
@@ -140,6 +155,8 @@ def _sampling(folder: Path, default: Defaults) -> Defaults:
     values = {}
     for key, standard in (("temperature", 1.0), ("top_k", 50), ("top_p", 1.0)):
         value = found.get(key, standard)
+        if key == "top_k" and value == -1:
+            value = 0  # all
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
             raise InvalidRequest(f"{file}: {key} is {value!r}, no number of 0 or more", param="model_path")
         values[key] = value

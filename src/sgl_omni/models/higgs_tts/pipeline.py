@@ -61,6 +61,7 @@ class HiggsTtsPipelineConfig(PipelineConfig):
         from sgl_omni.models.higgs_tts.stages import max_references
 
         checkpoint = HiggsCheckpoint.load(model_path)
+        checkpoint.check_tensors()
         return Tasks(
             speech=SpeechTask(
                 voices=(),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.shapes import Named, decoder_shapes
 from sgl_omni.errors import StartupError
 
 DEFAULT_ROPE_THETA = 1_000_000.0
@@ -59,6 +60,16 @@ class HiggsTts3Spec:
     def codec_size(self) -> int:
         """Ids that the codec can decode."""
         return self.codebook_size - 2
+
+
+def engine_shapes(spec: HiggsTts3Spec) -> Named:
+    """What the engine reads of a checkpoint."""
+    width, rows = spec.decoder.hidden_size, spec.num_codebooks * spec.codebook_size
+    yield "tied.embedding.text_embedding.weight", (spec.decoder.vocab_size, width)
+    yield "tied.embedding.modality_embeddings.0.embedding.weight", (rows, width)
+    yield from decoder_shapes(spec.decoder, "body.")
+    if not spec.tied:
+        yield "tied.head.modality_heads.0.weight", (rows, width)
 
 
 def with_rope(text: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from sgl_omni.engine.checkpoint import Slot
 from sgl_omni.engine.layers import RMSNorm, parameter
 from sgl_omni.engine.pairs import rotate_pairs, rotation_of
-from sgl_omni.models.ming_omni_tts.spec import BlocksSpec, MingSpec
+from sgl_omni.models.ming_omni_tts.spec import TIME_SIZE, BlocksSpec, MingSpec
 
 _NORM_EPS = 1e-6
 _ROPE_THETA = 10000.0
-_TIME_SIZE, _TIME_SCALE = 256, 1000.0
+_TIME_SCALE = 1000.0
 TIMES = tuple(step / 32 for step in (0, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32))
 """Of the flow's ten steps, before they are bent towards the beginning."""
 
@@ -126,7 +126,7 @@ class Flow(nn.Module):
         width = spec.flow.hidden_size
         self._patch = spec.patch
         self.blocks = Blocks(spec.flow, spec.latent_size, spec.latent_size)
-        self.time1, self.time2 = Linear(_TIME_SIZE, width), Linear(width, width)
+        self.time1, self.time2 = Linear(TIME_SIZE, width), Linear(width, width)
         self.condition = Linear(spec.decoder.hidden_size, width)
 
     def forward(self, hidden: Tensor, history: Tensor, noise: Tensor, guidance: float, stirring: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class Flow(nn.Module):
         return x
 
     def _field(self, x: Tensor, time: float, conditions: Tensor, history: Tensor) -> Tensor:
-        exponents = torch.arange(_TIME_SIZE // 2, device=x.device) * (-math.log(10000) / (_TIME_SIZE // 2 - 1))
+        exponents = torch.arange(TIME_SIZE // 2, device=x.device) * (-math.log(10000) / (TIME_SIZE // 2 - 1))
         angles = _TIME_SCALE * time * exponents.exp()
         embedded = self.time2(F.silu(self.time1(torch.cat([angles.sin(), angles.cos()]).to(x.dtype))))
         first = (embedded + self.condition(conditions))[:, None]

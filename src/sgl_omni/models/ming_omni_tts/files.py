@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sgl_omni.engine.shapes import Named
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.folder import check_folder, find_folder, require
+from sgl_omni.models.folder import check_folder, check_tensors, find_folder, require
+from sgl_omni.models.ming_omni_tts.spec import MingSpec, engine_shapes, vae_shapes
 
 ARCHITECTURE = "BailingMMNativeForConditionalGeneration"
 DENSE, EXPERTS = "dense", "bailingmm"
@@ -49,6 +51,7 @@ def checked(model_path: str) -> dict[str, Any]:
             f"{file}: audio_tokenizer_config.semantic_module_kwargs is not supported",
             param="model_path",
         )
+    check_tensors(folder, lambda: _shapes(config))
     return config
 
 
@@ -63,3 +66,9 @@ def _check_experts(folder: Path, language_model: dict[str, Any]) -> None:
         )
     if not (folder / "tokenizer.json").is_file():
         raise InvalidRequest(f"{folder} holds no tokenizer.json", param="model_path")
+
+
+def _shapes(config: dict[str, Any]) -> Named:
+    spec = MingSpec.parse(config)
+    yield from engine_shapes(spec)
+    yield from vae_shapes(spec.vae)

@@ -1,4 +1,4 @@
-"""What the ``config.json`` of a Ming-Omni-TTS checkpoint says."""
+"""What the ``config.json`` of a Ming-Omni-TTS checkpoint says. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.shapes import Named, decoder_shapes, linear_shapes
 from sgl_omni.errors import StartupError
 
 _ENCODER_AGGREGATOR_LAYERS = 4
@@ -18,6 +19,8 @@ _LANGUAGE_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """What the published code takes for granted of a language model's config."""
+TIME_SIZE = 256
+"""Numbers that a time of the flow is written in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,52 @@ def _language_model(config: Mapping[str, Any]) -> DecoderConfig:
     rope = config.get("rope_scaling") or {}
     plain = {"rope_scaling": None} if rope.get("type", rope.get("rope_type")) == "3D" else {}
     return DecoderConfig.parse({"model_type": kind, **_LANGUAGE_MODELS.get(kind, {}), **config, **plain})
+
+
+def engine_shapes(spec: MingSpec) -> Named:
+    """What the engine reads of a checkpoint: its language model, flow and aggregator."""
+    width = spec.decoder.hidden_size
+    flow, mark = "flowloss.cfm.model.", "linear_proj_audio."
+    yield f"model.model.{spec.decoder.names.embedding}.weight", (spec.decoder.vocab_size, width)
+    yield from decoder_shapes(spec.decoder, "model.model.")
+    yield from _blocks(spec.flow, flow, spec.latent_size, spec.latent_size)
+    yield from linear_shapes(f"{flow}t_embedder.time_mlp.0", TIME_SIZE, spec.flow.hidden_size, bias=True)
+    yield from linear_shapes(f"{flow}t_embedder.time_mlp.2", spec.flow.hidden_size, spec.flow.hidden_size, bias=True)
+    yield from linear_shapes(f"{flow}c_embedder.cond_embedder", width, spec.flow.hidden_size, bias=True)
+    yield from _blocks(spec.aggregator, mark, spec.latent_size, width)
+    yield f"{mark}word_embedder.weight", (1, spec.aggregator.hidden_size)
+    yield from linear_shapes("stop_head", width, 2, bias=True)
+
+
+def vae_shapes(spec: VaeSpec) -> Named:
+    """What the audio VAE's encoder and decoder read."""
+    width, latent = spec.encoder.hidden_size, spec.latent_size
+    yield from decoder_shapes(spec.encoder, "audio.encoder.encoder.")
+    yield from linear_shapes("audio.encoder.fc1", spec.window, width, bias=False)
+    yield from linear_shapes("audio.encoder.fc2", width, width, bias=True)
+    yield from linear_shapes("audio.encoder.fc3", width, 2 * latent, bias=True)
+    if spec.aggregator is not None:
+        yield from decoder_shapes(spec.aggregator, "audio.encoder.aggregator.")
+        yield "audio.encoder.cls_embed", (1, 1, width)
+    width = spec.decoder.hidden_size
+    yield from linear_shapes("audio.decoder.fc1", latent, width, bias=True)
+    yield from decoder_shapes(spec.decoder, "audio.decoder.decoder.")
+    yield from linear_shapes("audio.decoder.head.out", width, 4 * spec.output_hop + 2, bias=True)
+
+
+def _blocks(spec: BlocksSpec, prefix: str, in_size: int, out_size: int) -> Named:
+    width, inner = spec.hidden_size, spec.inner_size
+    yield from linear_shapes(f"{prefix}x_embedder", in_size, width, bias=True)
+    for i in range(spec.num_layers):
+        name = f"{prefix}blocks.{i}"
+        for part in ("to_q", "to_k", "to_v", "to_out.0"):
+            yield from linear_shapes(f"{name}.attn.{part}", width, width, bias=True)
+        for part in ("norm1", "norm2"):
+            yield f"{name}.{part}.weight", (width,)
+        yield from linear_shapes(f"{name}.mlp.ff.0.0", width, inner, bias=True)
+        yield from linear_shapes(f"{name}.mlp.ff.2", inner, width, bias=True)
+    yield f"{prefix}final_layer.norm_final.weight", (width,)
+    yield from linear_shapes(f"{prefix}final_layer.linear", width, out_size, bias=True)
 
 
 def _backbone(config: Mapping[str, Any]) -> DecoderConfig:

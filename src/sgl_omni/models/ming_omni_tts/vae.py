@@ -65,9 +65,11 @@ class VaeEncoder(nn.Module):
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             model = cls(MingSpec.parse(checkpoint.config()).vae)
-        materialise(model, device, dtype)
         prefix = "audio.encoder."
-        checkpoint.load(model.slots(prefix), prefix=prefix, ignore=[*_IGNORED, f"{prefix}norm.*"])
+        ignored = [*_IGNORED, f"{prefix}norm.*"]
+        checkpoint.check(model.slots(prefix), prefix=prefix, ignore=ignored)
+        materialise(model, device, dtype)
+        checkpoint.load(model.slots(prefix), prefix=prefix, ignore=ignored)
         return model.eval()
 
     @torch.inference_mode()

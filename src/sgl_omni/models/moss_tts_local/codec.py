@@ -129,10 +129,15 @@ def _read(
             else CodecStack(spec.decoder, down=False, frame_places=1)
         )
         quantizer = Quantizer(spec.quantizer, num_codebooks)
+
+    def read() -> None:
+        checkpoint.load(stack.slots(f"{part}."), prefix=f"{part}.")
+        checkpoint.load(quantizer.slots("quantizer."), prefix="quantizer.", ignore=["quantizer.quantizers.*"])
+
+    read()  # on the meta device: only a check
     materialise(stack, device, dtype)
     materialise(quantizer, device, torch.float32)
-    checkpoint.load(stack.slots(f"{part}."), prefix=f"{part}.")
-    checkpoint.load(quantizer.slots("quantizer."), prefix="quantizer.", ignore=["quantizer.quantizers.*"])
+    read()
     return spec, stack.eval(), quantizer.eval()
 
 

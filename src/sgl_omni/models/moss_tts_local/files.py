@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest, StartupError
-from sgl_omni.models.folder import check_folder, check_weights, find_folder, read_json
+from sgl_omni.models.folder import check_folder, check_tensors, check_weights, find_folder, read_json
 from sgl_omni.models.moss_tts_local.codec_spec import CodecSpec
+from sgl_omni.models.moss_tts_local.spec import MossSpec, engine_shapes
 
 ARCHITECTURE = "MossTTSLocalModel"
 _CODEC_ID = "OpenMOSS-Team/MOSS-Audio-Tokenizer-v2"
@@ -41,6 +42,8 @@ def checked(model_path: str) -> dict[str, Any]:
             f"has {spec.sample_rate}",
             param="model_path",
         )
+    check_tensors(folder, lambda: engine_shapes(MossSpec.parse(config)))
+    check_tensors(codec, parts=["encoder.", "decoder.", "quantizer."])
     return config
 
 

@@ -6,6 +6,9 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import Tasks, TranscriptionTask
+from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.shapes import causal_shapes
+from sgl_omni.models.folder import check_tensors
 from sgl_omni.models.qwen3_asr.spec import ARCHITECTURE, AsrSpec
 
 _STAGES = "sgl_omni.models.qwen3_asr.stages"
@@ -58,4 +61,9 @@ class Qwen3AsrPipelineConfig(PipelineConfig):
     def tasks(cls, model_path: str) -> Tasks:
         """Raises ``InvalidRequest`` that names what the folder lacks."""
         spec = AsrSpec.load(model_path)
+        check_tensors(
+            spec.folder,
+            lambda: causal_shapes(DecoderConfig.parse({**spec.text, "model_type": "qwen3"}), spec.layout.decoder, None),
+            parts=[spec.layout.tower],
+        )
         return Tasks(transcription=TranscriptionTask(languages=tuple(spec.languages), max_seconds=MAX_SECONDS))

@@ -27,8 +27,8 @@ class Preprocessor:
     """``__call__`` is the stage's function.
 
     It makes ``mels`` float32 [bins, frames] and ``mel_lengths`` int64 [windows]; ``windows``, each with ``prompt_ids``
-    int64 [length], ``audio_from``, ``tags`` int64 [rows of audio], ``start`` and ``end`` in seconds; ``duration``, and
-    the request's options.
+    int64 [length], ``audio_from``, ``tags`` int64 [rows of audio], ``start`` and ``end`` in seconds; ``context_tokens``
+    of the caller's prompt, ``duration``, and the request's options.
     """
 
     def __init__(self, spec: AsrSpec, *, window_seconds: float, max_seconds: float) -> None:
@@ -76,6 +76,7 @@ class Preprocessor:
             "mels": np.concatenate(mels, 1),
             "mel_lengths": np.asarray([mel.shape[1] for mel in mels], dtype=np.int64),
             "windows": windows,
+            "context_tokens": len(context),
             "duration": len(samples) / rate,
         }
 

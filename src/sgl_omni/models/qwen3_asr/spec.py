@@ -8,8 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from sgl_omni.engine.headers import FLOATS
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.folder import FLOATS, check_folder, find_folder, read_json, require
+from sgl_omni.models.folder import check_folder, find_folder, read_json, require
 from sgl_omni.models.text_llm.generation import GenerationDefaults
 
 ARCHITECTURE = "Qwen3ASRForConditionalGeneration"

@@ -27,7 +27,8 @@ class Transcript:
     """A request's state in the engine. ``spans``: start and end of each window, in seconds; ``at``: which is written.
 
     ``left``: tokens that may still be said in all. ``ended``: the window has, with an end id where ``has_end``, and
-    only its successor is to come. ``cut``: a limit ended a window, not the model.
+    only its successor is to come. ``cut``: a limit ended a window, not the model. ``heard``: rows of audio; ``told``:
+    tokens of the caller's prompt.
     """
 
     spans: list[tuple[float, float]]
@@ -38,7 +39,8 @@ class Transcript:
     ended: bool = False
     has_end: bool = False
     cut: bool = False
-    input_tokens: int = 0
+    heard: int = 0
+    told: int = 0
 
 
 class AsrTask(Task):
@@ -83,6 +85,8 @@ class AsrTask(Task):
                 language=payload.get("language"),
                 left=left,
                 duration=float(payload["duration"]),
+                heard=sum(len(window["tags"]) for window in windows),
+                told=int(payload.get("context_tokens", 0)),
             ),
         )
 
@@ -127,7 +131,6 @@ class AsrTask(Task):
 
     def _end_window(self, request: Request, transcript: Transcript) -> None:
         transcript.ended = True
-        transcript.input_tokens += request.prompt_length
         transcript.left -= len(request.outputs)
         transcript.cut = transcript.cut or not transcript.has_end
         if not request.followers:
@@ -170,6 +173,7 @@ class AsrTask(Task):
         return {
             "finish_reason": "length" if transcript.cut else "stop",
             "duration": transcript.duration,
-            "input_tokens": transcript.input_tokens,
+            "input_tokens": transcript.heard + transcript.told,
+            "input_audio_tokens": transcript.heard,
             "output_tokens": request.drawn + len(request.outputs),
         }

@@ -112,4 +112,6 @@ class AsrText(StreamStage[Writing]):
         return ()
 
     def result(self, state: Writing, payload: Payload) -> Payload:
-        return {**payload, "text": state.text, "language": state.language, "segments": state.segments}
+        said = sum(len(segment["tokens"]) for segment in state.segments)
+        written = {"text": state.text, "language": state.language, "segments": state.segments}
+        return {**payload, **written, "output_tokens": said}

@@ -13,11 +13,16 @@ KINDS = ("image", "audio", "video")
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """Files of one content part: one picture, one recording, or the frames of a video."""
+    """Files of one content part: one picture, one recording, or the frames of a video. ``params`` are their places in
+    the request, for errors."""
 
     kind: str
     files: tuple[bytes | memoryview, ...]
-    param: str
+    params: tuple[str, ...]
+
+    @property
+    def param(self) -> str:
+        return self.params[0]
 
 
 @dataclass(slots=True)
@@ -34,7 +39,10 @@ class Conversation:
             raise InvalidRequest("messages must be a list of at least one message", "messages")
         found = cls()
         for i, message in enumerate(messages):
-            parts = [found._part(part, message["role"], files, f"messages[{i}]") for part in message["content"]]
+            parts = [
+                found._part(part, message["role"], files, f"messages[{i}].content[{j}]")
+                for j, part in enumerate(message["content"])
+            ]
             texts = [part["text"] for part in parts if part["type"] == "text"]
             content: Any = "".join(texts) if len(texts) == len(parts) else parts
             found.messages.append({"role": message["role"], "content": content})
@@ -56,5 +64,6 @@ class Conversation:
         indices = part["media"]
         if not indices or (kind != "video" and len(indices) != 1):
             raise InvalidRequest(f"a part of type {kind!r} cannot have {len(indices)} files", param)
-        self.media.append(Medium(kind, tuple(files[index] for index in indices), param))
+        params = part.get("params") or [param] * len(indices)
+        self.media.append(Medium(kind, tuple(files[index] for index in indices), tuple(params)))
         return {"type": kind}

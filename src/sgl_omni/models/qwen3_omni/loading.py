@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,14 +30,22 @@ def load_part(
     ``elsewhere``: submodules that lie under other names, as ``{"proj1": "projector.linear_1"}``.
     Raises ``CheckpointError`` that names tensors that are missing, unknown or of another shape.
     """
-    with torch.device(device):
-        module: nn.Module = architecture._from_config(config, dtype=dtype)
-    slots = []
-    for name, tensor in module.state_dict().items():
-        first, _, rest = name.partition(".")
-        place = f"{elsewhere[first]}.{rest}" if first in elsewhere else prefix + name
-        slots.append(Slot(place, tensor, tuple(tensor.shape)))
-    Checkpoint(folder).load(slots, prefix=prefix, ignore=_COMPUTED)
+    checkpoint = Checkpoint(folder)
+
+    def made(device: str) -> nn.Module:
+        with torch.device(device):
+            module: nn.Module = architecture._from_config(config, dtype=dtype)
+        return module
+
+    def slots(module: nn.Module) -> Iterator[Slot]:
+        for name, tensor in module.state_dict().items():
+            first, _, rest = name.partition(".")
+            place = f"{elsewhere[first]}.{rest}" if first in elsewhere else prefix + name
+            yield Slot(place, tensor, tuple(tensor.shape))
+
+    checkpoint.check(slots(made("meta")), prefix=prefix, ignore=_COMPUTED)  # before the device's memory is taken
+    module = made(device)
+    checkpoint.load(slots(module), prefix=prefix, ignore=_COMPUTED)
     return module.eval().requires_grad_(False)
 
 

@@ -12,9 +12,12 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import ChatTask, Tasks
+from sgl_omni.models.folder import check_tensors, find_folder, read_json
 from sgl_omni.models.qwen3_omni.prompt_spec import ARCHITECTURE, SAMPLE_RATE, PromptSpec
+from sgl_omni.models.qwen3_omni.spec import engine_shapes
 
 _STAGES = "sgl_omni.models.qwen3_omni.stages"
+_PARTS = ("thinker.visual.", "thinker.audio_tower.", "code2wav.")
 
 
 class Qwen3OmniSpeechPipelineConfig(PipelineConfig):
@@ -78,6 +81,8 @@ class Qwen3OmniSpeechPipelineConfig(PipelineConfig):
     def tasks(cls, model_path: str) -> Tasks:
         """Raises ``InvalidRequest`` that names what the folder lacks, speech included."""
         spec = PromptSpec.load(model_path)
+        folder = find_folder(model_path)
+        check_tensors(folder, lambda: engine_shapes(read_json(folder)), parts=_PARTS)
         return Tasks(
             chat=ChatTask(
                 text_output="decode",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sgl_omni.audio.decode import decode_audio
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.media.images import decode_image
+from sgl_omni.media.images import ImageFacts, decode_image, image_facts
 from sgl_omni.models.folder import find_folder
 from sgl_omni.models.qwen3_omni.conversation import Conversation, Medium
 from sgl_omni.models.qwen3_omni.patches import image_patches, video_patches
@@ -63,16 +63,18 @@ class Preprocessor:
     these places in order; and ``speech`` for the talker, where speech is wanted.
     """
 
-    def __init__(self, model_path: str, *, max_audio_seconds: float, max_frames: int) -> None:
+    def __init__(self, model_path: str, *, max_audio_seconds: float, max_frames: int, max_pixels: int) -> None:
         """Raises ``InvalidRequest`` or ``StartupError`` that names what the folder lacks."""
         from transformers import WhisperFeatureExtractor
 
         folder = find_folder(model_path)
         self._spec = PromptSpec.load(model_path)
         self._tokenizer = TextTokenizer.load(folder)
+        self._tokenizer.check_chat()
         self._mel = WhisperFeatureExtractor.from_pretrained(folder)
         self._max_audio_seconds = max_audio_seconds
         self._max_frames = max_frames
+        self._max_pixels = max_pixels
 
     def __call__(self, payload: Payload, request: Request) -> Payload:
         if "messages" not in payload:
@@ -80,6 +82,7 @@ class Preprocessor:
         conversation = Conversation.parse(payload["messages"], payload.get("media") or [])
         template = payload.get("template") or {}
         ids = self._tokenizer.encode(self._tokenizer.chat(conversation.messages, **template))
+        self._check_pictures(conversation)
         media = self._media(conversation)
         prompt = self._expanded(ids, conversation, media.counts)
         made: Payload = {"prompt_ids": prompt, **self._options(payload)}
@@ -114,12 +117,28 @@ class Preprocessor:
             self._check_room(sum(made.counts), medium.param)
         return made
 
+    def _check_pictures(self, conversation: Conversation) -> None:
+        """Looks at the headers of all pictures and frames before the first is decoded."""
+        total = 0
+        for medium in conversation.media:
+            if medium.kind == "audio":
+                continue
+            if len(medium.files) > self._max_frames:
+                raise InvalidRequest(
+                    f"a video of {len(medium.files)} frames; the limit is {self._max_frames}", medium.param
+                )
+            for file, param in zip(medium.files, medium.params, strict=True):
+                total += _facts(file, medium.kind, param).pixels
+                if total > self._max_pixels:
+                    raise InvalidRequest(
+                        f"the request's pictures and frames have {total} pixels up to this one; the limit is "
+                        f"{self._max_pixels} in all",
+                        param,
+                    )
+
     def _pixels(self, medium: Medium) -> tuple[NDArray[np.uint8], Grid]:
-        if len(medium.files) > self._max_frames:
-            raise InvalidRequest(
-                f"a video of {len(medium.files)} frames; the limit is {self._max_frames}", medium.param
-            )
-        images = (decode_image(file, param=medium.param) for file in medium.files)
+        pairs = zip(medium.files, medium.params, strict=True)
+        images = (decode_image(file, param=param) for file, param in pairs)
         if medium.kind == "image":
             return image_patches(next(images), self._spec.vision, medium.param)
         return video_patches(images, self._spec.vision, medium.param)
@@ -188,6 +207,20 @@ class Preprocessor:
         positions = three_axes(rows, grids, spec, spec.talker_positions_per_second)
         speech: Payload = {"prompt_ids": prompt, "voice": voice, "options": options}
         return speech if positions is None else {**speech, "positions": positions}
+
+
+def _facts(file: bytes | memoryview, kind: str, param: str) -> ImageFacts:
+    """Raises ``InvalidRequest`` for a frame that is no single picture, with what to send in its place."""
+    if kind != "video":
+        return image_facts(file, param=param)
+    wanted = 'a video is taken as its frames, pictures one by one: {"type": "video", "video": [URL, ...]}'
+    try:
+        facts = image_facts(file, param=param)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{error}; {wanted}", param) from error
+    if facts.is_animated:
+        raise InvalidRequest(f"the file is an animation; {wanted}", param)
+    return facts
 
 
 def _is_spoken(payload: Payload) -> bool:

@@ -127,7 +127,7 @@ class PromptSpec:
 
 def check_checkpoint(folder: Path) -> dict[str, Any]:
     """The folder's ``config.json``. Raises ``InvalidRequest`` for one that cannot speak, or is not whole."""
-    config = check_folder(folder, [ARCHITECTURE])
+    config = check_folder(folder, [ARCHITECTURE], chat=True)
     file = folder / "config.json"
     if config.get("enable_audio_output") is False or not config.get("talker_config"):
         raise InvalidRequest(

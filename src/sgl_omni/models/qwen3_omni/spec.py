@@ -1,4 +1,4 @@
-"""What the config of a Qwen3-Omni checkpoint says about its thinker and its talker."""
+"""What the config of a Qwen3-Omni checkpoint says about its thinker and its talker. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.shapes import Named, causal_shapes, decoder_shapes, predictor_shapes, projection_shapes
 from sgl_omni.errors import StartupError
 
 _SPECIALS = 1024
@@ -85,3 +86,21 @@ class TalkerSpec:
     @property
     def first_special(self) -> int:
         return self.decoder.vocab_size - _SPECIALS
+
+
+def engine_shapes(config: Mapping[str, Any]) -> Named:
+    """What thinker and talker read of a whole checkpoint."""
+    text = parse_multi_axis(config["thinker_config"]["text_config"])
+    yield from causal_shapes(text, "thinker.model.", "thinker.lm_head")
+    yield from talker_shapes(TalkerSpec.parse(config))
+
+
+def talker_shapes(spec: TalkerSpec) -> Named:
+    width, vocabulary = spec.decoder.hidden_size, spec.decoder.vocab_size
+    yield from decoder_shapes(spec.decoder, "talker.model.")
+    yield from predictor_shapes(spec.predictor, spec.num_codes - 1, width, "talker.code_predictor.")
+    for name in ("text_projection", "hidden_projection"):
+        yield from projection_shapes(f"talker.{name}", spec.thinker_hidden_size, spec.projection_size, width)
+    yield "talker.model.codec_embedding.weight", (vocabulary, width)
+    yield "talker.codec_head.weight", (vocabulary, width)
+    yield "thinker.model.embed_tokens.weight", (spec.thinker_vocab_size, spec.thinker_hidden_size)

@@ -17,15 +17,22 @@ if TYPE_CHECKING:
 
 
 def create_preprocessing(
-    model_path: str, max_audio_seconds: float = 2400.0, max_frames: int = 768, concurrency: int = 4
+    model_path: str,
+    max_audio_seconds: float = 2400.0,
+    max_frames: int = 768,
+    max_pixels: int = 256 << 20,
+    concurrency: int = 4,
 ) -> FunctionStage:
-    """A conversation to prompt ids, pixel patches and mel frames, on the host.
+    """A conversation to prompt ids, pixel patches and mel frames, on the host, in threads.
 
-    A recording may last ``max_audio_seconds``, a video have ``max_frames``.
+    A recording may last ``max_audio_seconds``, a video have ``max_frames``, and all pictures and frames of a request
+    together ``max_pixels``.
     """
     from sgl_omni.models.qwen3_omni.preprocess import Preprocessor
 
-    preprocessor = Preprocessor(model_path, max_audio_seconds=max_audio_seconds, max_frames=max_frames)
+    preprocessor = Preprocessor(
+        model_path, max_audio_seconds=max_audio_seconds, max_frames=max_frames, max_pixels=max_pixels
+    )
     return FunctionStage(preprocessor, concurrency=concurrency)
 
 

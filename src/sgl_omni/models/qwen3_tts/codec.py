@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from sgl_omni.audio.causal import CausalStream, Codes, Layout, Pieces, filled_up
 from sgl_omni.engine.checkpoint import Checkpoint, Slot, read_config
-from sgl_omni.engine.rope import Rope, RopeConfig
+from sgl_omni.engine.rope import Rope
+from sgl_omni.engine.rope_config import RopeConfig
 from sgl_omni.errors import StartupError
 from sgl_omni.models.qwen3_tts.codec_layers import (
     CausalConv,
@@ -127,8 +128,10 @@ class CodecDecoder(nn.Module):
                 decoder = cls(config)
         except KeyError as error:
             raise StartupError(f"{folder / 'config.json'} lacks the field decoder_config.{error.args[0]}") from error
+        checkpoint, ignored = Checkpoint(folder), ("*.input_proj.weight",)
+        fill(decoder, checkpoint, "decoder.", ignore=ignored)  # on the meta device: only a check
         decoder = decoder.to_empty(device=device).eval().requires_grad_(False)
-        fill(decoder, Checkpoint(folder), "decoder.", ignore=("*.input_proj.weight",))
+        fill(decoder, checkpoint, "decoder.", ignore=ignored)
         return decoder
 
     @property
@@ -191,7 +194,8 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def fill(module: nn.Module, checkpoint: Checkpoint, prefix: str, *, ignore: tuple[str, ...] = ()) -> None:
-    """Reads all tensors of a module, which on disk have its own names below ``prefix``."""
+    """Reads all tensors of a module, which on disk have its own names below ``prefix``; those that are on the meta
+    device are checked and not read."""
     tensors = module.state_dict()
     checkpoint.load(
         [Slot(prefix + name, tensor, tuple(tensor.shape)) for name, tensor in tensors.items()],

@@ -6,7 +6,9 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
-from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE, BASE, ModelFacts
+from sgl_omni.models.folder import check_tensors, read_json
+from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE, BASE, SPEECH_TOKENIZER, ModelFacts
+from sgl_omni.models.qwen3_tts.spec import TalkerSpec, talker_shapes
 
 _STAGES = "sgl_omni.models.qwen3_tts.stages"
 
@@ -56,6 +58,12 @@ class Qwen3TTSPipelineConfig(PipelineConfig):
     def tasks(cls, model_path: str) -> Tasks:
         """Looks at the whole folder, so that what is wrong with it is known before a process starts."""
         facts = ModelFacts.load(model_path)
+        clones = facts.kind == BASE
+        config = read_json(facts.folder)
+        check_tensors(
+            facts.folder, lambda: talker_shapes(TalkerSpec.parse(config)), parts=["speaker_encoder."] * clones
+        )
+        check_tensors(facts.folder / SPEECH_TOKENIZER, parts=["decoder.", *["encoder."] * clones])
         voices = tuple(facts.speakers)
         return Tasks(
             speech=SpeechTask(

@@ -68,9 +68,9 @@ class SpeakerEncoder:
         if not isinstance(given, dict):
             raise StartupError(f"{folder / 'config.json'} lacks the field speaker_encoder_config")
         config: Any = SimpleNamespace(**(_SPEAKER_DEFAULTS | given))
-        network = ECAPA_TimeDelayNet(config).to(device).eval().requires_grad_(False)
-        fill(network, checkpoint, "speaker_encoder.")
-        return cls(network, config.sample_rate, device)
+        network = ECAPA_TimeDelayNet(config).eval().requires_grad_(False)
+        fill(network, checkpoint, "speaker_encoder.")  # before any of the device's memory is taken
+        return cls(network.to(device), config.sample_rate, device)
 
     @torch.inference_mode()
     def __call__(self, samples: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class CodecEncoder:
         self._samples_per_frame = samples_per_frame
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device | str = "cpu") -> CodecEncoder:
+    def load(cls, folder: Path) -> CodecEncoder:
         """Of a speech tokenizer's folder. Raises ``StartupError`` where its config lacks a field."""
         from transformers import MimiConfig, MimiModel
 
@@ -112,11 +112,15 @@ class CodecEncoder:
         for name in ("decoder", "decoder_transformer", "upsample"):
             if name in dict(model.named_children()):
                 delattr(model, name)
-        model = model.to(device).eval().requires_grad_(False)
+        model = model.eval().requires_grad_(False)
         tensors = model.state_dict()
         slots = [Slot(f"encoder.{name_on_disk(n)}", tensor, tuple(tensor.shape)) for n, tensor in tensors.items()]
         Checkpoint(folder).load(slots, prefix="encoder.")
         return cls(model, *facts)
+
+    def to(self, device: torch.device | str) -> CodecEncoder:
+        self._model.to(device)
+        return self
 
     @torch.inference_mode()
     def __call__(self, samples: Tensor) -> Tensor:
@@ -145,7 +149,8 @@ class References:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> References:
-        return cls(SpeakerEncoder.load(folder, device), CodecEncoder.load(folder / SPEECH_TOKENIZER, device), device)
+        codec = CodecEncoder.load(folder / SPEECH_TOKENIZER)  # on the host, before the other takes the device's memory
+        return cls(SpeakerEncoder.load(folder, device), codec.to(device), device)
 
     def read(self, audio: bytes | memoryview, *, with_codes: bool) -> Voice:
         key = (hashlib.blake2b(audio, digest_size=16).digest(), with_codes)

@@ -1,4 +1,4 @@
-"""The talker's shapes and ids, from a checkpoint's ``config.json``."""
+"""The talker's shapes and ids, from a checkpoint's ``config.json``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.shapes import Named, decoder_shapes, predictor_shapes, projection_shapes
 from sgl_omni.errors import StartupError
 
 _SPECIALS = 1024
@@ -67,3 +68,14 @@ class TalkerSpec:
     @property
     def first_special(self) -> int:
         return self.decoder.vocab_size - _SPECIALS
+
+
+def talker_shapes(spec: TalkerSpec) -> Named:
+    """What the engine reads of a checkpoint."""
+    width, vocabulary, text = spec.decoder.hidden_size, spec.decoder.vocab_size, spec.text_hidden_size
+    yield from decoder_shapes(spec.decoder, "talker.model.")
+    yield from predictor_shapes(spec.predictor, spec.num_codes - 1, width, "talker.code_predictor.")
+    yield from projection_shapes("talker.text_projection", text, text, width)
+    yield "talker.model.codec_embedding.weight", (vocabulary, width)
+    yield "talker.model.text_embedding.weight", (spec.text_vocab_size, text)
+    yield "talker.codec_head.weight", (vocabulary, width)

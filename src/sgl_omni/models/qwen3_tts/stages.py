@@ -51,7 +51,7 @@ def create_engine(
     drawn = facts.generation
     sampling = CodeSampling(
         temperature=float(drawn["subtalker_temperature"]) if drawn["subtalker_dosample"] else 0.0,
-        top_k=int(drawn["subtalker_top_k"]),
+        top_k=max(0, int(drawn["subtalker_top_k"])),
         top_p=float(drawn["subtalker_top_p"]),
     )
     model = TalkerModel.load(facts.folder, sampling, device, _dtype(options.get("dtype"), device), weights=weights)

@@ -37,7 +37,7 @@ class GenerationDefaults:
         return cls(
             temperature=_number(own, "temperature", 1.0, file) if sampled else 0.0,
             top_p=_number(own, "top_p", 1.0, file, most=1.0),
-            top_k=int(_number(own, "top_k", 0, file)),
+            top_k=0 if own.get("top_k") == -1 else int(_number(own, "top_k", 0, file)),
             repetition_penalty=_number(own, "repetition_penalty", 1.0, file),
             eos_ids=tuple(dict.fromkeys(ends)),
         )

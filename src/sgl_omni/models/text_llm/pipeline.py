@@ -6,8 +6,11 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import ChatTask, Tasks
+from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.headers import FLOATS
+from sgl_omni.engine.shapes import causal_shapes
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.folder import FLOATS, check_folder, find_folder
+from sgl_omni.models.folder import check_folder, check_tensors, find_folder
 from sgl_omni.models.text_llm.generation import GenerationDefaults
 
 _STAGES = "sgl_omni.models.text_llm.stages"
@@ -67,11 +70,12 @@ class TextLLMPipelineConfig(PipelineConfig):
     @classmethod
     def tasks(cls, model_path: str) -> Tasks:
         folder = find_folder(model_path)
-        config = check_folder(folder, cls.architectures, fields=_FIELDS, dtypes=FLOATS)
+        config = check_folder(folder, cls.architectures, chat=True, fields=_FIELDS, dtypes=FLOATS)
         if config.get("quantization_config"):
             raise InvalidRequest(
                 f"{folder / 'config.json'} has a quantization_config; this engine takes bfloat16, float16 and float32",
                 param="model_path",
             )
+        check_tensors(folder, lambda: causal_shapes(DecoderConfig.parse(config), "model.", "lm_head"))
         GenerationDefaults.load(folder)
         return Tasks(chat=ChatTask(text_output="decode", completes_text=True))

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 def create_preprocessing(model_path: str) -> FunctionStage:
     """A conversation or a text to token ids and options."""
     folder = find_folder(model_path)
-    return FunctionStage(TextPreprocessor(TextTokenizer.load(folder), GenerationDefaults.load(folder)))
+    tokenizer = TextTokenizer.load(folder)
+    tokenizer.check_chat()
+    return FunctionStage(TextPreprocessor(tokenizer, GenerationDefaults.load(folder)))
 
 
 def create_llm(

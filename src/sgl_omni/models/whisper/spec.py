@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest, StartupError
-from sgl_omni.models.folder import check_folder, find_folder, read_json
+from sgl_omni.models.folder import check_folder, check_tensors, find_folder, read_json
+from sgl_omni.models.whisper.shapes import tensor_shapes
 
 ARCHITECTURE = "WhisperForConditionalGeneration"
 TASKS = ("transcribe", "translate")
@@ -129,13 +130,14 @@ class WhisperSpec:
 def resolve_folder(model_path: str) -> Path:
     """The checkpoint's folder, with all that a start needs in it. Raises ``InvalidRequest`` that names what is not."""
     folder = find_folder(model_path)
-    check_folder(folder, (ARCHITECTURE,), fields=FIELDS)
+    config = check_folder(folder, (ARCHITECTURE,), fields=FIELDS)
     for name in ("generation_config.json", "preprocessor_config.json"):
         read_json(folder, name)
     try:
         WhisperSpec.load(folder)
     except StartupError as error:
         raise InvalidRequest(f"{folder}: {error}", param="model_path") from error
+    check_tensors(folder, lambda: tensor_shapes(config))
     return folder
 
 

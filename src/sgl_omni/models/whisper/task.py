@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class Transcript:
 
     ``language`` is the id of the language, None until it is known and for a model of one language. ``left``: tokens
     that may still be said in all. ``tokens`` are those of the window ``at``, which has ``ended`` where only its
-    successor is to come. ``cut``: a limit ended a window, not the model.
+    successor is to come. ``cut``: a limit ended a window, not the model. ``told``: tokens of the caller's prompt.
     """
 
     windows: list[Window]
@@ -54,7 +55,7 @@ class Transcript:
     detecting: bool = False
     ended: bool = False
     cut: bool = False
-    input_tokens: int = 0
+    told: int = 0
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -91,6 +92,7 @@ class WhisperTask(Task):
             timestamps=bool(payload.get("timestamps")),
             language=self._language(payload),
             history=[int(i) for i in payload.get("history") or ()],
+            told=len(payload.get("history") or ()),
             left=whole_number(payload, "max_new_tokens", len(windows) * self._spec.max_positions),
             duration=float(payload.get("duration", windows[-1].end)),
         )
@@ -118,7 +120,6 @@ class WhisperTask(Task):
         request.outputs.append(row)
         if transcript.detecting:
             transcript.language, transcript.detecting = token, False
-            transcript.input_tokens += request.prompt_length
             self._prepare(request, self._segment(transcript, heard=True), self._plan(transcript, at=0))
             return True
         if transcript.ended:
@@ -133,7 +134,6 @@ class WhisperTask(Task):
 
     def _end_window(self, request: Request, transcript: Transcript, *, cut: bool) -> None:
         transcript.ended = True
-        transcript.input_tokens += request.prompt_length
         transcript.left -= len(transcript.tokens)
         transcript.cut = transcript.cut or cut
         if not request.followers:
@@ -166,11 +166,14 @@ class WhisperTask(Task):
     def result(self, request: Request) -> Payload:
         transcript: Transcript = request.task
         language = self._language_of.get(transcript.language) if transcript.language is not None else "en"
+        steps = ((window.end - window.start) / self._spec.time_step for window in transcript.windows)
+        heard = sum(math.ceil(round(each, 6)) for each in steps)
         return {
             "finish_reason": "length" if transcript.cut else "stop",
             "language": language,
             "duration": transcript.duration,
-            "input_tokens": transcript.input_tokens,
+            "input_tokens": heard + transcript.told,
+            "input_audio_tokens": heard,
             "output_tokens": request.drawn + len(request.outputs),
         }
 

@@ -86,4 +86,5 @@ class WhisperText(StreamStage[Writing]):
         return ()
 
     def result(self, state: Writing, payload: Payload) -> Payload:
-        return {**payload, "text": state.said.text, "segments": state.segments}
+        said = sum(len(segment["tokens"]) for segment in state.segments)
+        return {**payload, "text": state.said.text, "segments": state.segments, "output_tokens": said}

@@ -1,0 +1,344 @@
+"""A checkpoint that is not whole is refused before any process starts, or at least before a stage takes GPU memory."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import tiny_csm
+import tiny_higgs
+import tiny_ming
+import tiny_moss
+import tiny_qwen3_asr
+import tiny_qwen3_omni
+import tiny_qwen3_tts
+import tiny_text_llm
+import tiny_whisper
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sgl_omni.engine.checkpoint import Checkpoint, CheckpointError, Slot
+from sgl_omni.engine.code_predictor import CodeSampling
+from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.headers import read_headers
+from sgl_omni.engine.model import CausalModel
+from sgl_omni.engine.shapes import Named, causal_shapes
+from sgl_omni.errors import InvalidRequest
+from sgl_omni.models.csm import spec as csm
+from sgl_omni.models.csm.model import CsmModel
+from sgl_omni.models.demo_voice.spec import PACKAGED_WEIGHTS
+from sgl_omni.models.higgs_audio_v2 import spec as higgs2
+from sgl_omni.models.higgs_audio_v2.model import HiggsModel
+from sgl_omni.models.higgs_tts import spec as higgs3
+from sgl_omni.models.higgs_tts.model import HiggsTts3Model
+from sgl_omni.models.ming_omni_tts import spec as ming
+from sgl_omni.models.ming_omni_tts.model import MingModel
+from sgl_omni.models.ming_omni_tts.vae import VaeEncoder
+from sgl_omni.models.moss_tts_local import spec as moss
+from sgl_omni.models.moss_tts_local.model import MossModel
+from sgl_omni.models.qwen3_omni import spec as omni
+from sgl_omni.models.qwen3_omni.talker import TalkerModel as OmniTalker
+from sgl_omni.models.qwen3_tts import spec as tts
+from sgl_omni.models.qwen3_tts.talker import TalkerModel
+from sgl_omni.models.registry import PipelineRegistry
+from sgl_omni.models.whisper.decoder import WhisperDecoder
+from sgl_omni.models.whisper.shapes import tensor_shapes
+from sgl_omni.models.whisper.spec import WhisperSpec
+from sgl_omni.runtime.wiring import load_object
+
+BUILDERS: dict[str, Callable[[Path], Any]] = {
+    "csm": lambda folder: tiny_csm.build(folder, 8),
+    "demo_voice": lambda folder: shutil.copytree(PACKAGED_WEIGHTS, folder, dirs_exist_ok=True),
+    "higgs_v2": tiny_higgs.save_v2,
+    "higgs_v3": tiny_higgs.save_v3,
+    "ming": tiny_ming.build,
+    "ming_experts": lambda folder: tiny_ming.build(folder, experts=True),
+    "moss": tiny_moss.build,
+    "qwen3_asr": tiny_qwen3_asr.build,
+    "qwen3_omni": lambda folder: (tiny_qwen3_omni.build(folder), tiny_qwen3_omni.write_processors(folder)),
+    "qwen3_tts": lambda folder: tiny_qwen3_tts.build(folder, "base"),
+    "text_llm": tiny_text_llm.build,
+    "text_llm_moe": lambda folder: tiny_text_llm.build(folder, "Qwen3Moe"),
+    "whisper": tiny_whisper.build,
+}
+ENGINE = {
+    "csm": "backbone_model.layers.1.mlp.up_proj.weight",
+    "demo_voice": "model.layers.1.mlp.up_proj.weight",
+    "higgs_v2": "model.layers.1.audio_mlp.up_proj.weight",
+    "higgs_v3": "body.layers.1.self_attn.k_norm.weight",
+    "ming": "flowloss.cfm.model.blocks.1.attn.to_k.weight",
+    "ming_experts": "model.model.layers.1.mlp.shared_experts.up_proj.weight",
+    "moss": "local_transformer.h.1.attn.c_attn.bias",
+    "qwen3_asr": "thinker.model.layers.1.mlp.up_proj.weight",
+    "qwen3_omni": "talker.code_predictor.model.layers.1.self_attn.o_proj.weight",
+    "qwen3_tts": "talker.model.layers.1.mlp.up_proj.weight",
+    "text_llm": "model.layers.1.self_attn.q_norm.weight",
+    "text_llm_moe": "model.layers.1.mlp.experts.3.down_proj.weight",
+    "whisper": "model.encoder.layers.1.fc1.bias",
+}
+"""A tensor whose name and shape are known from the config alone."""
+
+PARTS = {
+    "csm": [("", "codec_model.decoder.layers.0.conv.weight"), ("", "codec_model.encoder.layers.0.conv.weight")],
+    "moss": [("codec", part) for part in ("decoder.", "encoder.", "quantizer.")],
+    "qwen3_asr": [("", "thinker.audio_tower.")],
+    "qwen3_omni": [("", "thinker.visual."), ("", "thinker.audio_tower."), ("", "code2wav.")],
+    "qwen3_tts": [("", "speaker_encoder."), ("speech_tokenizer", "encoder."), ("speech_tokenizer", "decoder.decoder.")],
+    "higgs_v2": [("audio_tokenizer", "acoustic_decoder."), ("audio_tokenizer", "acoustic_encoder.")],
+    "higgs_v3": [
+        ("", f"{higgs3_prefix}acoustic_decoder.") for higgs3_prefix in ["tied.embedding.modality_embeddings.0.model."]
+    ],
+}
+"""Folder and prefix of tensors whose names are known to the stage that loads them."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    built: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in built:
+            built[family] = tmp_path_factory.mktemp(family)
+            BUILDERS[family](built[family])
+        return built[family]
+
+    return folder
+
+
+@pytest.fixture
+def copied(whole: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    def copy(family: str) -> Path:
+        return Path(shutil.copytree(whole(family), tmp_path / family))
+
+    return copy
+
+
+def refused(folder: Path) -> str:
+    """What the check before the start says."""
+    cls = PipelineRegistry().by_model(str(folder))
+    assert cls is not None
+    with pytest.raises(InvalidRequest) as caught:
+        cls.tasks(str(folder))
+    assert caught.value.param == "model_path"
+    return str(caught.value)
+
+
+def rewrite(folder: Path, name: str, value: Tensor | None) -> Path:
+    """Gives a tensor another value, or takes it away, and leaves all else as it was; the file that held it."""
+    file = read_headers(folder)[name].file
+    tensors = load_file(file)
+    if value is None:
+        del tensors[name]
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            said = json.loads(index.read_text())
+            del said["weight_map"][name]
+            index.write_text(json.dumps(said))
+    else:
+        tensors[name] = value
+    save_file(tensors, file)
+    return file
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_what_is_wrong_with_the_engines_tensors_is_told_before_the_start(
+    family: str, whole: Callable[[str], Path], copied: Callable[[str], Path]
+) -> None:
+    cls = PipelineRegistry().by_model(str(whole(family)))
+    assert cls is not None
+    cls.tasks(str(whole(family)))
+    folder, name = copied(family), ENGINE[family]
+    entry = read_headers(folder)[name]
+    shape = [*entry.shape]
+    rewrite(folder, name, torch.zeros(*shape, dtype=torch.int64))
+    assert f"{entry.file}: {name} is I64, not one of BF16" in refused(folder)
+    rewrite(folder, name, torch.zeros(*shape, dtype=torch.int8))
+    assert f"{entry.file}: {name} is I8, not one of" in refused(folder)
+    rewrite(folder, name, torch.zeros(shape[0] + 1, *shape[1:]))
+    assert f"{entry.file}: {name} is {[shape[0] + 1, *shape[1:]]}, not {shape}" in refused(folder)
+    rewrite(folder, name, None)
+    assert f"{folder}: missing: {name}" in refused(folder)
+    entry.file.write_bytes(entry.file.read_bytes()[:-8])
+    assert str(entry.file) in refused(folder) and "truncated or damaged" in refused(folder)
+    entry.file.unlink()
+    assert f"{entry.file} is missing" in refused(folder)
+
+
+@pytest.mark.parametrize(("family", "at", "prefix"), [(f, *part) for f, parts in PARTS.items() for part in parts])
+def test_what_is_wrong_with_another_part_is_told_before_its_stage_takes_gpu_memory(
+    family: str, at: str, prefix: str, copied: Callable[[str], Path]
+) -> None:
+    """There is no such GPU here: a stage that touched it would fail otherwise."""
+    folder = copied(family)
+    entries = read_headers(folder / at)
+    name = next(name for name in sorted(entries) if name.startswith(prefix) and len(entries[name].shape) > 1)
+    for value, told in ((torch.zeros(3, 5, 7, 9), f"{name} is [3, 5, 7, 9], not"), (None, f"missing: {name}")):
+        rewrite(folder / at, name, value)
+        errors = [error for error in failures(folder) if isinstance(error, CheckpointError)]
+        assert errors and all(told in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("family", "at", "prefix"),
+    [
+        ("csm", "", "codec_model."),
+        ("demo_voice", "codec", "decoder."),
+        ("higgs_v2", "audio_tokenizer", "acoustic_decoder."),
+        ("moss", "codec", "quantizer."),
+        ("qwen3_asr", "", "thinker.audio_tower."),
+        ("qwen3_omni", "", "code2wav."),
+        ("qwen3_tts", "", "speaker_encoder."),
+        ("qwen3_tts", "speech_tokenizer", "encoder."),
+    ],
+)
+def test_a_part_that_is_not_there_is_told_before_the_start(
+    family: str, at: str, prefix: str, copied: Callable[[str], Path]
+) -> None:
+    folder = copied(family)
+    for name in read_headers(folder / at):
+        if name.startswith(prefix):
+            rewrite(folder / at, name, None)
+    assert f"{folder / at} holds no tensors below {prefix}" in refused(folder)
+
+
+def failures(folder: Path) -> Iterator[Exception]:
+    """Of all stages that use a GPU."""
+    cls = PipelineRegistry().by_model(str(folder))
+    assert cls is not None
+    for stage in cls.default_stages.values():
+        factory = load_object(stage["factory_path"])
+        offered = {"model_path": str(folder), "gpu_id": 9, "device": "cuda:9", "engine": {"max_total_tokens": 64}}
+        declared = inspect.signature(factory).parameters
+        if "device" not in declared:
+            continue
+        try:
+            factory(**{key: value for key, value in offered.items() if key in declared})
+        except Exception as error:  # noqa: BLE001 - those that get as far as the GPU fail there, each in its way
+            yield error
+
+
+def test_an_index_and_its_shards_must_agree(copied: Callable[[str], Path]) -> None:
+    folder = copied("qwen3_omni")
+    index = folder / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    name, file = next(iter(said["weight_map"].items()))
+    other = next(each for each in said["weight_map"].values() if each != file)
+
+    def with_map(entry: str) -> str:
+        index.write_text(json.dumps({**said, "weight_map": {**said["weight_map"], name: entry}}))
+        return refused(folder)
+
+    assert f"{folder / 'gone.safetensors'} is missing" in with_map("gone.safetensors")
+    assert f"{folder / other} lacks the tensor {name}" in with_map(other)
+    assert f"weight_map.{name} is '../x', no name of a file" in with_map("../x")
+
+
+def header(tensors: dict[str, Any], data: int) -> bytes:
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "data", "told"),
+    [
+        ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}}, 12, r"a is F32 \[4\] and takes 12 bytes"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, 12, "a begins at byte 4 of the data"),
+        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, 4, r"F32 \[-1\] at 0 to 4"),
+        ({"a": {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]}}, 4, "neither type, shape nor place"),
+        ({"a": {"dtype": "F32", "shape": [1]}}, 4, "neither type, shape nor place"),
+        ({"a": 3}, 4, "neither type, shape nor place"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 9, "has [0-9]+ bytes, and its header tells of"),
+    ],
+)
+def test_a_header_that_does_not_fit_its_file_is_named(
+    tmp_path: Path, tensors: dict[str, Any], data: int, told: str
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header(tensors, data))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors .*{told}"):
+        read_headers(tmp_path)
+
+
+def named(slots: Iterator[Slot]) -> dict[str, tuple[int, ...]]:
+    return {slot.name: slot.shape for slot in slots}
+
+
+def ming_tensors(spec: ming.MingSpec) -> tuple[dict[str, tuple[int, ...]], Named]:
+    read = named(chain(MingModel(spec).slots(), VaeEncoder(spec.vae).slots("audio.encoder.")))
+    return read, chain(ming.engine_shapes(spec), ming.vae_shapes(spec.vae))
+
+
+MODELS: dict[str, Callable[[Path, dict[str, Any]], tuple[dict[str, tuple[int, ...]], Named]]] = {
+    "csm": lambda folder, config: (
+        named(CsmModel(csm.CsmSpec.parse(config)).slots("t")),
+        csm.engine_shapes(csm.CsmSpec.parse(config), "t"),
+    ),
+    "higgs_v2": lambda folder, config: (
+        named(HiggsModel(higgs2.HiggsSpec.parse(config)).slots()),
+        higgs2.engine_shapes(higgs2.HiggsSpec.parse(config)),
+    ),
+    "higgs_v3": lambda folder, config: (
+        named(HiggsTts3Model(higgs3.HiggsTts3Spec.parse(config)).slots()),
+        higgs3.engine_shapes(higgs3.HiggsTts3Spec.parse(config)),
+    ),
+    "ming": lambda folder, config: ming_tensors(ming.MingSpec.parse(config)),
+    "ming_experts": lambda folder, config: ming_tensors(ming.MingSpec.parse(config)),
+    "moss": lambda folder, config: (
+        named(MossModel(moss.MossSpec.parse(config)).slots()),
+        moss.engine_shapes(moss.MossSpec.parse(config)),
+    ),
+    "qwen3_omni": lambda folder, config: (
+        named(OmniTalker(omni.TalkerSpec.parse(config)).slots()),
+        omni.talker_shapes(omni.TalkerSpec.parse(config)),
+    ),
+    "qwen3_tts": lambda folder, config: (
+        named(TalkerModel(tts.TalkerSpec.parse(config), CodeSampling(1.0, 50, 1.0)).slots()),
+        tts.talker_shapes(tts.TalkerSpec.parse(config)),
+    ),
+    "text_llm": lambda folder, config: (
+        named(CausalModel(DecoderConfig.parse(config)).slots("model.", "lm_head")),
+        causal_shapes(DecoderConfig.parse(config), "model.", "lm_head"),
+    ),
+    "text_llm_moe": lambda folder, config: (
+        named(CausalModel(DecoderConfig.parse(config)).slots("model.", "lm_head")),
+        causal_shapes(DecoderConfig.parse(config), "model.", "lm_head"),
+    ),
+    "whisper": lambda folder, config: (
+        named(WhisperDecoder(WhisperSpec.load(folder)).slots()),
+        ((name, shape) for name, shape in tensor_shapes(config) if name.startswith("model.decoder.")),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_what_is_expected_without_torch_is_what_the_model_reads(family: str, whole: Callable[[str], Path]) -> None:
+    folder = whole(family)
+    with torch.device("meta"):
+        read, expected = MODELS[family](folder, Checkpoint(folder).config())
+    assert dict(expected) == read
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"attention_bias": True, "mlp_bias": True, "model_type": "llama"},
+        {"model_type": "qwen2_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6,
+         "shared_expert_intermediate_size": 10, "decoder_sparse_step": 2},
+        {"model_type": "qwen3", "head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ],
+)  # fmt: skip
+def test_every_kind_of_decoder_is_expected_as_it_is_built(config: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4}
+    parsed = DecoderConfig.parse({**sizes, "rms_norm_eps": 1e-6, "vocab_size": 20, **config})
+    with torch.device("meta"):
+        model = CausalModel(parsed)
+    assert dict(causal_shapes(parsed, "model.", "head")) == named(model.slots("model.", "head"))
