@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "negative length": ({"prompt_ids": [1], "max_new_tokens": -5}, "at least one output"),
     "length of zero": ({"prompt_ids": [1], "max_new_tokens": 0}, "at least one output"),
     "length that is no number": ({"prompt_ids": [1], "max_new_tokens": "5"}, "must be a whole number"),
-    "negative top_k": ({"prompt_ids": [1], "top_k": -1}, "top_k"),
+    "negative top_k": ({"prompt_ids": [1], "top_k": -2}, "top_k"),
     "top_p of zero": ({"prompt_ids": [1], "top_p": 0.0}, "top_p"),
     "NaN top_p": ({"prompt_ids": [1], "top_p": math.nan}, "top_p"),
     "seed that is no number": ({"prompt_ids": [1], "seed": 1.5}, "seed must be a whole number"),
