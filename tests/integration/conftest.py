@@ -20,6 +20,13 @@ if HERE not in sys.path:
 from running import Start, children  # noqa: E402 - it lies beside this file
 
 
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """As pytest's, with a short path: many tests let a server keep its sockets there."""
+    with tempfile.TemporaryDirectory(prefix="omni-") as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(autouse=True)
 def own_run_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Run folders of a test lie in a folder of its own, so that what is left can be counted; its path is short, as
