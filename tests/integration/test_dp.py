@@ -27,7 +27,7 @@ DEMO = ROOT / "examples/mps_dp/configs/demo_cpu_dp2.yaml"
 SCRIPT = ROOT / "examples/mps_dp/launch.sh"
 CORES = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))]
 
-pytestmark = [pytest.mark.alone, pytest.mark.skipif(len(CORES) < 2, reason="two servers need two cores")]
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="two servers need two cores")
 
 
 class Shell:

@@ -20,8 +20,6 @@ import soundfile
 from listening import SENTENCES, word_error_rate
 from servers import ROOT, Server, fetch, serving
 
-pytestmark = pytest.mark.alone
-
 EVERYDAY = SENTENCES[:20]
 REPLICAS = str(ROOT / "examples/configs/demo_voice_replicas.yaml")
 
