@@ -10,7 +10,7 @@
 #   MAX_TOTAL_TOKENS   KV capacity of each, where CONFIG does not pin it
 #   MF                 mem_fraction_static of each
 #   BASE_PORT          free ports
-#   WEIGHT_SHARE       0; 1 is refused, with what to do instead
+#   WEIGHT_SHARE       0; with 1 all servers use one set of engine weights, which the first one loads
 #   PLATFORM           cuda; cpu runs without a GPU
 #   MPS                on for a GPU; off lets the servers take turns on it
 #   STATE_ROOT         (all commands) where runs are recorded
@@ -41,7 +41,7 @@ case $command in
         option --mps "${MPS:-}"
         case ${WEIGHT_SHARE:-0} in
             0 | off) ;;
-            1 | on) arguments+=(--weight-share) ;;
+            1 | on) arguments+=(--weight-share on) ;;
             *) echo "launch.sh: WEIGHT_SHARE is 0 or 1, not '$WEIGHT_SHARE'" >&2; exit 2 ;;
         esac
         ;;

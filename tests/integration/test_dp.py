@@ -20,7 +20,8 @@ import pytest
 
 from dp_stand_in import UUID
 from running import HERE
-from servers import fetch
+from servers import fetch, serving
+from test_weight_share import mapped
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples/mps_dp/configs/demo_cpu_dp2.yaml"
@@ -129,16 +130,33 @@ def kill(process: psutil.Process) -> None:
 # Servers of the demo voice on the CPU platform -------------------------------------------------------------------
 
 
-def test_two_servers_start_speak_on_their_own_cores_and_end(shell: Shell) -> None:
+def address(replica: dict[str, Any]) -> str:
+    return f"http://127.0.0.1:{replica['port']}"
+
+
+def speak(url: str) -> bytes:
+    asked = {"model": "demo-voice", "input": "Good morning.", "voice": "rms", "response_format": "pcm"}
+    answer = httpx.post(f"{url}/v1/audio/speech", json=asked, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.content
+
+
+@pytest.fixture(scope="module")
+def unshared() -> list[bytes]:
+    """What servers say that share nothing; filled by the first test that starts some."""
+    return []
+
+
+def test_two_servers_start_speak_on_their_own_cores_and_end(shell: Shell, unshared: list[bytes]) -> None:
     up = shell.demo_up()
     assert up.returncode == 0, up.stderr
     assert f"to end it: sgl-omni dp down {shell.run_id}" in up.stdout
     replicas = shell.record["replicas"]
     for replica, core in zip(replicas, CORES, strict=False):
-        url = f"http://127.0.0.1:{replica['port']}"
-        asked = {"model": "demo-voice", "input": "Good morning.", "response_format": "pcm"}
-        assert len(httpx.post(f"{url}/v1/audio/speech", json=asked, timeout=60).content) > 10_000
-        instances = fetch(f"{url}/health").json()["instances"]
+        speech = speak(address(replica))
+        assert len(speech) > 10_000
+        unshared.append(speech)
+        instances = fetch(f"{address(replica)}/health").json()["instances"]
         assert {w["name"]: w["mark"]["pid"] for w in replica["workers"]} == {i["name"]: i["pid"] for i in instances}
         for pid in (replica["server"]["pid"], *(i["pid"] for i in instances)):
             assert psutil.Process(pid).cpu_affinity() == [int(core)]
@@ -154,13 +172,40 @@ def test_two_servers_start_speak_on_their_own_cores_and_end(shell: Shell) -> Non
     assert again.returncode == 1 and f"there is no run '{run_id}'" in again.stderr
 
 
-def test_a_killed_replica_is_named_and_the_run_still_ends(shell: Shell) -> None:
-    assert shell.demo_up("--parallel-start").returncode == 0
-    kill(shell.servers()[1])
+def test_servers_that_share_weights_outlive_the_first_which_is_named_and_the_run_still_ends(
+    shell: Shell, unshared: list[bytes], tmp_path: Path
+) -> None:
+    if not unshared:
+        with serving("--config", str(DEMO), "--platform", "cpu", run_folder=tmp_path / "alone") as server:
+            unshared.append(speak(server.url))
+    up = shell.demo_up("--parallel-start", "--on_process_exit", "restart", WEIGHT_SHARE="1")
+    assert up.returncode == 0, up.stderr
+    assert re.search(r"weights of tts_engine: \d+ MiB for all servers, loaded by replica 0 \(shm\)", up.stdout)
+    urls = [address(replica) for replica in shell.record["replicas"]]
+    engines = [engine(url) for url in urls]
+    assert [e["weights"]["role"] for e in engines] == ["leader", "borrower"]
+    assert [e["weights"]["models"]["tts_engine"]["attached"] for e in engines] == [False, True]
+    assert [e["kv_capacity_tokens"] for e in engines] == [{"tts_engine": 9936}] * 2
+    assert {speak(url) for url in urls} == set(unshared)
+    size = shell.record["weights"]["tts_engine"]["bytes"]
+    assert size > 30e6 and sum(mapped(e["pid"])["Pss"] for e in engines) < 1.01 * size, "the weights are there twice"
+    assert "is as recorded" in shell.dp("verify").stdout and "weights shared" in shell.dp("list").stdout
+
+    kill(shell.servers()[0])
+    assert speak(urls[1]) in unshared
     verify = shell.dp("verify")
-    assert verify.returncode == 1 and re.search(r"replica 1 \(port \d+\): its server, pid \d+, is gone", verify.stderr)
+    assert verify.returncode == 1 and re.search(r"replica 0 \(port \d+\): its server, pid \d+, is gone", verify.stderr)
     assert "1 of 2 servers alive" in shell.dp("list").stdout
+    os.kill(engines[1]["pid"], signal.SIGKILL)
+    until(lambda: engine(urls[1])["restarts"] == 1 and engine(urls[1])["state"] == "ready", 60)
+    assert engine(urls[1])["weights"]["models"]["tts_engine"]["attached"] and speak(urls[1]) in unshared
     assert shell.dp("down", shell.run_id).returncode == 0
+
+
+def engine(url: str) -> dict[str, Any]:
+    """The engine's instance as /health tells of it."""
+    found: dict[str, Any] = next(i for i in fetch(f"{url}/health").json()["instances"] if i["name"] == "tts_engine")
+    return found
 
 
 def test_of_a_killed_launcher_the_half_started_run_is_refused_and_ended(shell: Shell) -> None:
@@ -212,7 +257,7 @@ def test_what_is_wrong_is_refused_before_anything_starts(shell: Shell) -> None:
             "there is no NUMA node 77": {"NUMA_NODE": "77"},
             "no GPU 0": {"PLATFORM": "cuda"},
             "pins no max_total_tokens": {"CONFIG": "", "MODEL": "demo-voice"},
-            "processes.tts_engine.num_replicas 2": {"WEIGHT_SHARE": "1"},
+            "'tts_engine' pins no KV capacity": {"CONFIG": "", "MODEL": "demo-voice", "WEIGHT_SHARE": "1"},
             "declare at most 0.5": {"MF": ""},
         }
         for message, changed in refusals.items():

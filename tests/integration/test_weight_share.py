@@ -174,12 +174,7 @@ async def test_whoever_is_killed_under_load_comes_back_without_reading_the_check
     for name in ("config.json", "model.safetensors"):
         (copy / name).write_bytes((checkpoint / name).read_bytes())
     pipeline = await start(plan_for(tmp_path, copy))
-    file = copy / "model.safetensors"
-    info = file.stat()
-    with file.open("r+b") as opened:
-        opened.seek(info.st_size // 4)
-        opened.write(bytes(info.st_size // 2))
-    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+    destroy(copy / "model.safetensors")
 
     load = [asyncio.ensure_future(ask(pipeline, PROMPTS[i % 8], max_new_tokens=120, tell_pid=True)) for i in range(24)]
     await asyncio.sleep(0.2)
@@ -260,6 +255,82 @@ async def test_replicas_of_unequal_kv_capacity_fail_the_start(start: Start, tmp_
     text = str(info.value)
     assert "stage 'llm' of Process 'llm': llm@r" in text
     assert "llm@r0" in text and "llm@r1" in text and " 100" in text and " 200" in text
+
+
+# Two servers, each a pipeline of its own ------------------------------------------------------------------------------
+
+
+async def test_a_second_server_has_its_weights_from_the_first_and_survives_it(
+    start: Start, tmp_path: Path, checkpoint: Path, expected: list[list[int]]
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (copy / name).write_bytes((checkpoint / name).read_bytes())
+    first = await start(plan_for(tmp_path, copy, share="servers", devices="[0]"))
+    assert await shared_answers(first) == expected[::2] and not shared(first, "llm")["attached"]
+    lent_at = first.health()["weights"]["lent_at"]
+    destroy(copy / "model.safetensors")  # so only memory can give the answers
+    borrowing = plan_for(tmp_path, copy, share=f"servers\nweights_from: {lent_at}", devices="[0]")
+    second = await start(borrowing)
+    assert second.health()["weights"] == {**second.health()["weights"], "borrowed_from": lent_at}
+    assert instances(second)["llm"]["weights"]["role"] == "borrower" and shared(second, "llm")["attached"]
+    assert await shared_answers(second) == expected[::2]
+    size = shared(first, "llm")["bytes"]
+    memory = [mapped(instances(server)["llm"]["pid"])["Pss"] for server in (first, second)]
+    assert sum(memory) < 1.01 * size, "the weights are in memory more than once"
+
+    # The MPS server dies, as each supervisor notices by itself: the weights are gone for both.
+    restore(copy / "model.safetensors", checkpoint / "model.safetensors")
+    for server in (first, second):
+        server.supervisor._mps_server_died(1, {"llm"})
+    await eventually(lambda: all(instances(s)["llm"]["restarts"] == 1 for s in (first, second)), 60)
+    await eventually(lambda: first.status == second.status == "ready", 60)
+    assert [shared(server, "llm")["attached"] for server in (first, second)] == [False, True]
+    assert await shared_answers(second) == expected[::2]
+
+    await first.stop(drain_timeout=0)
+    assert await shared_answers(second) == expected[::2]
+    os.kill(instances(second)["llm"]["pid"], signal.SIGKILL)
+    await eventually(lambda: second.status == "unavailable", 10)
+    await eventually(lambda: second.status == "ready", 60)
+    assert shared(second, "llm")["attached"] and await shared_answers(second) == expected[::2]
+
+    second.supervisor._mps_server_died(1, {"llm"})
+    reason = await asyncio.wait_for(second.failed(), 20)
+    assert "the weights of Process 'llm', borrowed from" in reason and "cannot be had again" in reason
+
+
+async def shared_answers(pipeline: Pipeline) -> list[list[int]]:
+    return [(await ask(pipeline, prompt))["token_ids"] for prompt in PROMPTS]
+
+
+def destroy(file: Path) -> None:
+    """Its header, size and time are kept."""
+    info = file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(info.st_size // 4)
+        opened.write(bytes(info.st_size // 2))
+    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+
+def restore(file: Path, original: Path) -> None:
+    info = file.stat()
+    with file.open("r+b") as opened:
+        opened.write(original.read_bytes())
+    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+
+@pytest.mark.parametrize("arguments", ["{}", "{mortal: true}"])
+async def test_servers_that_cannot_share_do_not_start(
+    start: Start, tmp_path: Path, checkpoint: Path, arguments: str
+) -> None:
+    """There is no server to borrow from; and weights that would end with their leader are not lent."""
+    gone = tmp_path / "weights.sock"
+    share = f"servers\nweights_from: {gone}" if arguments == "{}" else "servers"
+    message = f"weights_from {gone}: .*does not answer" if arguments == "{}" else "separate servers cannot share them"
+    with pytest.raises(StartupError, match=message):
+        await start(plan_for(tmp_path, checkpoint, share=share, devices="[0]", arguments=arguments))
 
 
 # The demo voice, through the whole server -----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from sgl_omni.config.scalars import core_text
 from sgl_omni.config.yaml_source import read_yaml
 from sgl_omni.dp.marks import Mark, boot_id, wait_gone
 from sgl_omni.dp.preflight import Asked, Machine, check_plan, place
+from sgl_omni.dp.probe import lent_at, replica_problems, shared_models
 from sgl_omni.dp.state import Replica, Run, Store, Worker, cores_in_use
 from sgl_omni.errors import LaunchFailed, LaunchRefused
 from sgl_omni.gpu.affinity import block_problems, gpu_node, parse_blocks, read_cores
@@ -210,9 +211,39 @@ def test_one_server_needs_no_common_capacity() -> None:
     assert pool(Asked(replicas=1), text="model_path: demo-voice") == {}
 
 
-def test_weight_sharing_is_refused_with_what_can() -> None:
-    with pytest.raises(LaunchRefused, match=r"num_replicas 2 --processes\.tts_engine\.replica_devices 0,0"):
-        pool(Asked(replicas=2, weight_share=True))
+SHARED = f"{VOICE}  vocoder: {{gpu_memory_fraction: 0.1}}\nweight_share: servers\n"
+
+
+def test_who_shares_weights_is_the_runs_to_say() -> None:
+    asked = Asked(replicas=2, weight_share=True)
+    assert pool(asked, text=SHARED) == {"tts_engine": 9936}
+    with pytest.raises(LaunchRefused, match="weight_share: servers: set WEIGHT_SHARE=1"):
+        pool(Asked(replicas=2), text=SHARED)
+    with pytest.raises(LaunchRefused, match="weights_from: in a run the first server lends the others its weights"):
+        pool(asked, text=f"{SHARED}weights_from: /run/weights.sock\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "passed"), [("", ""), ("0", ""), ("off", ""), ("1", "--weight-share on"), ("on", "--weight-share on")]
+)
+def test_weight_share_of_the_script_is_a_flag(tmp_path: Path, value: str, passed: str) -> None:
+    done = script(tmp_path, WEIGHT_SHARE=value)
+    assert done.stdout.strip() == f"dp up --config c.yaml --replicas 2 {passed}".strip()
+
+
+def test_the_script_refuses_another_weight_share(tmp_path: Path) -> None:
+    done = script(tmp_path, WEIGHT_SHARE="yes")
+    assert (done.returncode, done.stdout) == (2, "") and "WEIGHT_SHARE is 0 or 1, not 'yes'" in done.stderr
+
+
+def script(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`launch.sh up` where `sgl-omni` tells what it was given."""
+    program = folder / "sgl-omni"
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "CONFIG": "c.yaml", "N": "2"}
+    command = ["bash", str(CONFIGS.parent / "launch.sh"), "up"]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 # Records ---------------------------------------------------------------------------------------------------------
@@ -312,6 +343,34 @@ def test_a_run_id_is_no_path(tmp_path: Path, run: Run, run_id: str) -> None:
     Store(tmp_path / "one").create(dataclasses.replace(run, id="x"))
     with pytest.raises(LaunchFailed, match="there is no run"):
         Store(tmp_path / "one").load(run_id)
+
+
+def told(role: str, *, attached: bool, size: int = 45) -> dict[str, Any]:
+    """What /health says of a server whose engine is this process."""
+    models = {} if role == "own" else {"tts_engine": {"backend": "shm", "attached": attached, "bytes": size}}
+    instance = {"name": "tts_engine", "pid": os.getpid(), "weights": {"role": role, "models": models}}
+    instance["kv_capacity_tokens"] = {"tts_engine": 9936}
+    return {"status": "ready", "instances": [instance], "weights": {"lent_at": None}}
+
+
+def test_a_server_that_does_not_share_is_named(run: Run) -> None:
+    cores = tuple(os.sched_getaffinity(0))
+    first = dataclasses.replace(run.replicas[0], cores=cores)
+    second = dataclasses.replace(first, index=1)
+    weights = shared_models(told("leader", attached=False))
+    run = dataclasses.replace(run, weight_share=True, weights=weights, replicas=(first, second))
+    assert replica_problems(run, first, told("leader", attached=False)) == []
+    assert replica_problems(run, second, told("borrower", attached=True)) == []
+    (own,) = replica_problems(run, second, told("leader", attached=False))
+    assert "replica 1" in own and "'tts_engine' has loaded weights, and was to attach to those of replica 0" in own
+    (none,) = replica_problems(run, second, told("own", attached=False))
+    assert "stage 'tts_engine' shares no weights" in none
+    (other,) = replica_problems(run, second, told("borrower", attached=True, size=46))
+    assert "shares 46 bytes by shm, and replica 0 loaded 45 by shm" in other
+    unshared = dataclasses.replace(run, weight_share=False, weights={})
+    assert replica_problems(unshared, second, told("own", attached=False)) == []
+    with pytest.raises(LaunchFailed, match="its /health says that it lends none"):
+        lent_at(told("leader", attached=False))
 
 
 def test_a_mark_is_one_process_and_not_the_next_with_its_pid() -> None:

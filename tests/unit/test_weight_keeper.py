@@ -13,7 +13,7 @@ import torch
 
 from sgl_omni.errors import WeightShareError
 from sgl_omni.gpu.weights.backend import Handle
-from sgl_omni.gpu.weights.exchange import SOCKET_NAME, Exchange, Offer
+from sgl_omni.gpu.weights.exchange import SOCKET_NAME, Exchange, Offer, borrow
 from sgl_omni.gpu.weights.manifest import Manifest
 from sgl_omni.runtime.capacity import unequal_capacity
 from sgl_omni.runtime.weight_keeper import WeightKeeper
@@ -132,6 +132,101 @@ async def test_others_are_refused(keeper: WeightKeeper, me: Me, tmp_path: Path) 
     with pytest.raises(WeightShareError, match="'p@r0' has published weights of 's' already"):
         await publish(tmp_path, "s", an_offer(content=b"others"))
     assert await fetch(tmp_path, "s") == b"weights"
+
+
+# Other servers ------------------------------------------------------------------------------------------------------
+
+LENT = {("p", "GPU-1"): "p@r0"}
+
+
+async def borrowed(folder: Path, model: str = "s", process: str = "p", card: str = "GPU-1") -> bytes | None:
+    """What a stranger gets, who is no process of this server."""
+    offer = await asyncio.to_thread(borrow, folder / SOCKET_NAME, process, model, card)
+    if offer is None:
+        return None
+    assert offer.manifest() == MANIFEST and offer.handle.fd is not None
+    content = os.pread(offer.handle.fd, 100, 0)
+    offer.close()
+    return content
+
+
+@pytest.fixture
+async def lender(keeper: WeightKeeper, me: Me, tmp_path: Path) -> WeightKeeper:
+    """It lends what its leader 'p@r0' has published; whoever asks from now on is a stranger."""
+    keeper.lend(LENT)
+    me.be("p@r0", "leader")
+    await publish(tmp_path, "s", an_offer())
+    me.plan = None
+    return keeper
+
+
+async def test_other_servers_borrow_what_is_lent_and_nothing_else(lender: WeightKeeper, tmp_path: Path) -> None:
+    assert await borrowed(tmp_path) == b"weights"
+    assert await borrowed(tmp_path, "another model") is None
+    for process, card in (("q", "GPU-1"), ("p", "GPU-2")):
+        with pytest.raises(WeightShareError, match=f"no weights of Process '{process}' on {card}; .* 'p' on GPU-1"):
+            await borrowed(tmp_path, process=process, card=card)
+    with pytest.raises(WeightShareError, match="shares no weights here"):
+        await fetch(tmp_path, "s")
+    lender.forget("p@r0")
+    assert await borrowed(tmp_path) is None
+
+
+async def test_a_server_that_lends_nothing_refuses(keeper: WeightKeeper, me: Me, tmp_path: Path) -> None:
+    me.be("p@r0", "leader")
+    await publish(tmp_path, "s", an_offer())
+    with pytest.raises(WeightShareError, match=r"refuses: it lends no weights of Process 'p' .*lends: none"):
+        await borrowed(tmp_path)
+
+
+async def test_processes_of_another_user_get_nothing(
+    lender: WeightKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)  # the keeper's server is theirs, and we are the strangers
+    with pytest.raises(WeightShareError, match=rf"process {os.getpid()} belongs to another user \({user}\)"):
+        await borrowed(tmp_path)
+
+
+async def test_weights_that_end_with_their_leader_are_not_lent(keeper: WeightKeeper, me: Me, tmp_path: Path) -> None:
+    me.be("p@r0", "leader")
+    await publish(tmp_path, "s", an_offer(outlives_leader=False))
+    keeper.lend(LENT)
+    with pytest.raises(WeightShareError, match="refuses: weights shared by 'shm' end with the process"):
+        await borrowed(tmp_path)
+    keeper.forget("p@r0")
+    with pytest.raises(WeightShareError, match="other servers are to share weights that end with their leader"):
+        await publish(tmp_path, "s", an_offer(outlives_leader=False))
+
+
+async def test_who_borrowed_keeps_what_the_lender_forgets(lender: WeightKeeper, me: Me, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = WeightKeeper(tmp_path / "other", lambda pid: me.plan)
+    other.listen()
+    other.lend({("p", "GPU-1"): "p"})
+    try:
+        assert await other.borrow(tmp_path / SOCKET_NAME, ("p", "GPU-1"), ["s", "t"], "p") == {"s"}
+        lender.forget("p@r0")
+        me.be("p", "borrower", "p")
+        assert await fetch(tmp_path / "other", "s") == b"weights" and other.holds("p")
+        me.plan = None
+        assert await borrowed(tmp_path / "other") == b"weights", "and lends it on"
+        me.be("p", "borrower", "p")
+        with pytest.raises(WeightShareError, match="only the leader of a sharing group publishes"):
+            await publish(tmp_path / "other", "s", an_offer())
+        await asyncio.to_thread(Exchange(tmp_path / "other").withdraw, "s")
+        assert not other.holds("p")
+        assert await other.borrow(tmp_path / SOCKET_NAME, ("p", "GPU-1"), ["s"], "p") == set()
+    finally:
+        other.close()
+
+
+async def test_a_lender_that_is_gone_is_said_and_what_was_kept_stays(
+    lender: WeightKeeper, me: Me, tmp_path: Path
+) -> None:
+    with pytest.raises(WeightShareError, match="does not answer about shared weights"):
+        await lender.borrow(tmp_path / "gone" / SOCKET_NAME, ("p", "GPU-1"), ["s"], "p@r0")
+    assert lender.holds("p@r0")
 
 
 @pytest.mark.parametrize("packet", [b"x", b"{}", b"[]", b"null", b'{"kind": "fetch"}', bytes(20_000), b""])

@@ -103,6 +103,38 @@ def ones(model: Tiny) -> None:
         tensor.fill_(1)
 
 
+class Mortal(ShmBackend):
+    """Memory that goes with its leader, as CUDA IPC's does."""
+
+    outlives_leader = False
+
+
+def test_what_goes_with_its_leader_is_refused_before_the_checkpoint_is_read(board: Board) -> None:
+    store = SharedWeights("stage", board, may_load=True, lends=True, choose_backend=lambda _: Mortal())  # type: ignore[arg-type]
+    with pytest.raises(WeightShareError, match=r"by 'shm' alone, .* separate servers cannot share them; .*: on"):
+        load_tiny(store)
+    assert not board.offers
+
+
+def test_who_borrows_never_loads_and_lets_go_of_what_the_driver_has_lost(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_tiny(member(board, leads=True), read=ones)
+    guest = SharedWeights("stage", board, may_load=False, borrows=True)  # type: ignore[arg-type]
+    assert load_tiny(guest).first.weight.sum() == 9 and guest.describe()["attached"] is True
+
+    def lost(*_: object) -> Tensor:
+        raise DriverError("cuMemMap failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShmBackend, "attach", lost)
+        with pytest.raises(DriverError, match="cuMemMap failed"):
+            load_tiny(SharedWeights("stage", board, may_load=False, borrows=True))  # type: ignore[arg-type]
+    assert not board.offers, "so that the server borrows it again"
+    with pytest.raises(WeightShareError, match="the other server lent no weights of it"):
+        load_tiny(SharedWeights("stage", board, may_load=False, borrows=True))  # type: ignore[arg-type]
+
+
 def test_a_follower_gets_what_the_leader_read_and_reads_nothing(board: Board) -> None:
     leader, follower = member(board, leads=True), member(board, leads=False)
     first, second = load_tiny(leader, read=ones), load_tiny(follower)

@@ -47,7 +47,13 @@ def app() -> None:
 @click.option("--max-total-tokens", type=click.IntRange(min=1), help="KV capacity of each server, in tokens.")
 @click.option("--mem-fraction-static", type=float, help="Weights and KV pool of each server, of the GPU's memory.")
 @click.option("--base-port", type=click.IntRange(1, 65535), help="Port of the first server; free ports by default.")
-@click.option("--weight-share", is_flag=True, help="Refused: separate servers share no weights. Says what does.")
+@click.option(
+    "--weight-share",
+    type=click.Choice(["on", "off"]),
+    default="off",
+    show_default=True,
+    help="The engines of all servers use one set of weights, which the first one loads.",
+)
 @click.option("--mps", type=click.Choice(["on", "off"]), help="Overlap the servers by CUDA MPS; on for a GPU.")
 @click.option("--platform", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--virtual-gpu-memory", default="4GiB", show_default=True, help="Memory of a GPU on the CPU platform.")
@@ -65,7 +71,7 @@ def up(
     startup_timeout: float,
     parallel_start: bool,
     state_root: Path | None,
-    weight_share: bool,
+    weight_share: str,
     mps: str | None,
     **asked: Any,
 ) -> None:
@@ -83,12 +89,13 @@ def up(
             "give one of CONFIG (--config) and MODEL (--model-path)" + (", not both" if config_path else "")
         )
     use_mps = mps == "on" if mps else asked["platform"] == "cuda"
-    wanted = Asked(mps=use_mps, weight_share=weight_share, **asked)
+    wanted = Asked(mps=use_mps, weight_share=weight_share == "on", **asked)
     machine, host = look(wanted, virtual_gpu_memory)
     placed = place(wanted, machine)
     pins = {"--max-total-tokens": max_total_tokens, "--mem-fraction-static": mem_fraction_static}
     flags = [text for name, value in pins.items() if value is not None for text in (name, str(value))]
     flags += [*ctx.args, "--mps", "on" if use_mps else "off"]
+    flags += ["--weight-share", "servers"] if wanted.weight_share else []
     capacity = plan_pool(wanted, host, config_path, model_path, flags)
     source = ["--config", str(config_path.absolute())] if config_path else ["--model-path", str(model_path)]
     platform = ["--platform", wanted.platform, "--virtual-gpu-memory", virtual_gpu_memory]
@@ -165,6 +172,7 @@ def new_run(store: Store, asked: Asked, placed: Place, capacity: dict[str, int],
         gpu_key=placed.gpu_key,
         node=placed.node,
         mps=asked.mps,
+        weight_share=asked.weight_share,
         capacity=capacity,
         runtime=str(make_runtime()),
         replicas=tuple(
@@ -192,7 +200,8 @@ def launch(store: Store, run: Run, servers: Servers, machine: Machine) -> None:
 @click.argument("run_id", required=False)
 @STATE_ROOT
 def verify(run_id: str | None, state_root: Path | None) -> None:
-    """Check a run again: servers alive and ready, KV capacity, cores, MPS attachment. RUN_ID: the only run.
+    """Check a run again: servers alive and ready, KV capacity, cores, shared weights, MPS attachment. RUN_ID: the only
+    run.
 
     Exit status: 0, or 1 with all that is wrong.
     """
@@ -227,6 +236,7 @@ def list_runs(state_root: Path | None) -> None:
         click.echo(
             f"{run.id}  {state}  GPU {run.gpu}  {len(servers)} of {len(run.replicas)} servers alive  "
             f"ports {','.join(str(r.port) for r in run.replicas)}  {run.pipeline}"
+            + ("  weights shared" if run.weight_share else "")
         )
     for run_id in store.logs_of_failed():
         click.echo(f"{run_id}  failed to start, nothing of it runs; logs: {store.folder(run_id)}/replica-*.log")
@@ -277,12 +287,16 @@ def only_run(store: Store) -> str:
 
 
 def describe(run: Run) -> list[str]:
-    """A line a replica."""
+    """A line a replica, and one for what they share."""
     from sgl_omni.config.scalars import core_text
 
     tokens = ", ".join(f"{stage} {count} tokens" for stage, count in run.capacity.items())
-    return [
+    lines = [
         f"replica {r.index}: {r.url}  pid {r.server.pid if r.server else '-'}  cores {core_text(r.cores)}"
         + (f"  {tokens}" if tokens else "")
         for r in run.replicas
     ]
+    for stage, model in run.weights.items():
+        size = f"{model.bytes / 2**20:.0f} MiB"
+        lines.append(f"weights of {stage}: {size} for all servers, loaded by replica 0 ({model.backend})")
+    return lines

@@ -29,7 +29,7 @@ def _one_of(*options: str, switch: bool = False) -> PlainValidator:
 
 
 MpsMode = Annotated[Literal["off", "auto", "on"], _one_of("off", "auto", "on", switch=True)]
-Switch = Annotated[Literal["off", "on"], _one_of("off", "on", switch=True)]
+ShareMode = Annotated[Literal["off", "on", "servers"], _one_of("off", "on", "servers", switch=True)]
 Policy = Annotated[Literal["round_robin", "least_inflight"], _one_of("round_robin", "least_inflight")]
 DeriveMode = Annotated[Literal["off", "auto", "on"], _one_of("off", "auto", "on", switch=True)]
 OnExit = Annotated[Literal["stop", "restart"], _one_of("stop", "restart")]
@@ -163,8 +163,15 @@ class PipelineConfig(_Section):
     mps: MpsMode = Field(
         default="off", description="CUDA MPS: off, auto (GPUs with two or more eligible processes) or on."
     )
-    weight_share: Switch = Field(
-        default="off", description="Replicas of one Process on one GPU share one set of weights."
+    weight_share: ShareMode = Field(
+        default="off",
+        description="Replicas of one Process on one GPU share one set of weights: off, on, or servers (with other "
+        "servers on that GPU too, so that one replica is enough).",
+    )
+    weights_from: Text | None = Field(
+        default=None,
+        description="With weight_share: servers, the socket of the server whose weights the engines attach to, as its "
+        "/health tells it (weights.lent_at). Without it they read the checkpoint.",
     )
     fused_stages: StageGroups = Field(default=(), description="Groups of adjacent stages to put in one Process each.")
     on_process_exit: OnExit = Field(default="stop", description="What follows when a process dies: stop or restart.")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sgl_omni.dp.down import tear_down
 from sgl_omni.dp.marks import Mark
-from sgl_omni.dp.probe import attachment, health, replica_problems, with_workers
+from sgl_omni.dp.probe import attachment, health, lent_at, replica_problems, shared_models, with_workers
 from sgl_omni.dp.state import ATTACH_FILE, Replica, Run, Store
 from sgl_omni.errors import LaunchFailed, OmniError
 from sgl_omni.gpu.devices import GpuFacts
@@ -30,7 +30,7 @@ Tell = Callable[[str], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
     """How servers are started: ``arguments`` follow ``program``; ``--port`` is added for each. ``seconds`` may pass
-    until one is ready; ``parallel`` starts all at once."""
+    until one is ready; ``parallel`` starts all at once, or all but the first where it lends them its weights."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -48,6 +48,7 @@ class Launch:
         self._servers = servers
         self._tell = tell
         self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._lent_at: str | None = None
         self._daemon: MpsDaemon | None = None
         if run.mps:
             self._daemon = MpsDaemon(run.mps_root, run.gpu_key, "launcher")
@@ -79,8 +80,7 @@ class Launch:
         if self._daemon is not None and self._gpu is not None:
             self.run.mps_root.mkdir(mode=0o700, parents=True)
             self._daemon.acquire(list(self._gpu.compute_pids))
-        waves = [self.run.replicas] if self._servers.parallel else [(r,) for r in self.run.replicas]
-        for wave in waves:
+        for wave in self._waves():
             for planned in wave:
                 self._spawn(planned)
             for planned in wave:
@@ -89,10 +89,19 @@ class Launch:
         if self._daemon is not None:
             self._daemon.release()
 
+    def _waves(self) -> list[tuple[Replica, ...]]:
+        """Servers that share weights start when the first has loaded them."""
+        first, rest = self.run.replicas[:1], self.run.replicas[1:]
+        if not self._servers.parallel:
+            return [(r,) for r in self.run.replicas]
+        return [first, rest] if self.run.weight_share and rest else [self.run.replicas]
+
     def _spawn(self, planned: Replica) -> None:
+        own = ["--weights-from", self._lent_at] if planned.index and self._lent_at else []
+        command = [*self._servers.program, *self._servers.arguments, *own, "--port", str(planned.port)]
         with open(planned.log, "wb") as log:
             child = subprocess.Popen(
-                ["/bin/sh", "-c", GATE, *self._servers.program, *self._servers.arguments, "--port", str(planned.port)],
+                ["/bin/sh", "-c", GATE, *command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -115,6 +124,9 @@ class Launch:
             state = health(planned)
             if state is not None and state["status"] == "ready":
                 self._record(with_workers(planned, state))
+                if self.run.weight_share and index == 0:
+                    self._lent_at = lent_at(state)
+                    self._note(replace(self.run, weights=shared_models(state)))
                 problems = replica_problems(self.run, self.run.replicas[index], state)
                 if problems:
                     raise LaunchFailed("; ".join(problems))

@@ -175,8 +175,7 @@ def check_plan(asked: Asked, plan: Plan, resolved: ResolvedConfig, memory: int |
         for i in plan.instances
         if i.device not in (None, 0)
     ]
-    if asked.weight_share:
-        problems.append(_no_sharing(asked, plan, engines))
+    problems += _sharing_problems(asked, plan)
     if asked.replicas > 1:
         for i in plan.instances:
             if i.cpu_cores:
@@ -194,14 +193,16 @@ def check_plan(asked: Asked, plan: Plan, resolved: ResolvedConfig, memory: int |
     return {name: tokens for name, tokens in pinned.items() if tokens is not None}
 
 
-def _no_sharing(asked: Asked, plan: Plan, engines: Sequence[str]) -> str:
-    process = plan.stage(engines[0]).process if engines else "<process>"
-    devices = ",".join(["0"] * asked.replicas)
-    return (
-        "WEIGHT_SHARE: separate servers cannot share weights, replicas within one server can: sgl-omni serve "
-        f"--processes.{process}.num_replicas {asked.replicas} --processes.{process}.replica_devices {devices} "
-        "--weight_share on --mps on"
-    )
+def _sharing_problems(asked: Asked, plan: Plan) -> list[str]:
+    """Who lends and who borrows is the run's own to say; whether the plan can share at all, its rules have."""
+    problems = []
+    if plan.weights_from is not None:
+        problems.append("weights_from: in a run the first server lends the others its weights; leave it out")
+    if plan.lends_weights and not asked.weight_share:
+        problems.append(
+            "weight_share: servers: set WEIGHT_SHARE=1 to share the weights of all servers, or leave it out"
+        )
+    return problems
 
 
 def _budget_problems(asked: Asked, plan: Plan, resolved: ResolvedConfig, memory: int | None) -> list[str]:

@@ -10,7 +10,8 @@ import httpx
 
 from sgl_omni.config.scalars import core_text
 from sgl_omni.dp.marks import Mark
-from sgl_omni.dp.state import Replica, Run, Worker
+from sgl_omni.dp.state import Replica, Run, SharedModel, Worker
+from sgl_omni.errors import LaunchFailed
 from sgl_omni.gpu.mps import MpsDaemon, MpsError
 
 HEALTH_SECONDS = 5.0
@@ -36,7 +37,7 @@ def with_workers(replica: Replica, state: dict[str, Any]) -> Replica:
 
 
 def replica_problems(run: Run, replica: Replica, state: dict[str, Any] | None) -> list[str]:
-    """What is not as it should be with one server: gone, not ready, another capacity, other cores."""
+    """What is not as it should be with one server: gone, not ready, another capacity, other cores, other weights."""
     who = f"replica {replica.index} (port {replica.port})"
     if replica.server is None or not replica.server.alive:
         pid = "it was never started" if replica.server is None else f"its server, pid {replica.server.pid}, is gone"
@@ -45,7 +46,48 @@ def replica_problems(run: Run, replica: Replica, state: dict[str, Any] | None) -
         return [f"{who}: /health does not answer; log {replica.log}"]
     if state["status"] != "ready":
         return [f"{who}: it is {state['status']}; log {replica.log}"]
-    return _capacity_problems(run, who, state) + _core_problems(replica, who)
+    found = _capacity_problems(run, who, state) + _core_problems(replica, who)
+    return found + (_weight_problems(run, replica, who, state) if run.weight_share else [])
+
+
+def shared_models(state: dict[str, Any]) -> dict[str, SharedModel]:
+    """The weights that a server shares, by stage."""
+    told = (instance["weights"] for instance in state["instances"] if instance["weights"])
+    models = {stage: model for weights in told for stage, model in weights["models"].items()}
+    return {s: SharedModel(backend=str(m["backend"]), bytes=int(m["bytes"])) for s, m in models.items()}
+
+
+def lent_at(state: dict[str, Any]) -> str:
+    """The socket at which a server lends its weights to others.
+
+    Raises:
+        LaunchFailed: it lends none.
+    """
+    path = (state.get("weights") or {}).get("lent_at")
+    if path is None:
+        raise LaunchFailed("replica 0 was to lend the others its weights, and its /health says that it lends none")
+    return str(path)
+
+
+def _weight_problems(run: Run, replica: Replica, who: str, state: dict[str, Any]) -> list[str]:
+    """The first server may have loaded its weights, every other has attached to those."""
+    problems = []
+    for instance in state["instances"]:
+        weights = instance["weights"] or {"role": "own", "models": {}}
+        attached = all(model["attached"] for model in weights["models"].values())
+        if replica.index and weights["role"] != "own" and not attached:
+            problems.append(f"{who}: '{instance['name']}' has loaded weights, and was to attach to those of replica 0")
+    found = shared_models(state)
+    for stage in sorted(run.capacity.keys() | run.weights.keys()):
+        if stage not in found:
+            problems.append(f"{who}: stage '{stage}' shares no weights")
+        elif stage in run.weights and found[stage] != run.weights[stage]:
+            loaded = run.weights[stage]
+            problems.append(
+                f"{who}: stage '{stage}' shares {found[stage].bytes} bytes by {found[stage].backend}, and replica 0 "
+                f"loaded {loaded.bytes} by {loaded.backend}"
+            )
+    return problems
 
 
 def _capacity_problems(run: Run, who: str, state: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,14 @@ from sgl_omni.run_folder import base_folder, private_folder
 RECORD = "run.json"
 ATTACH_FILE = "mps_attach.txt"
 LOCK = "lock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedModel:
+    """An engine's weights as its server reports them: by which backend they are shared, and their size."""
+
+    backend: str
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +63,8 @@ class Replica:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """``gpu_key`` is the GPU's UUID, or ``virtual-<id>``; ``capacity`` the tokens that each engine stage must resolve;
-    ``runtime`` the folder of the servers' sockets and of the run's own MPS daemon."""
+    ``runtime`` the folder of the servers' sockets and of the run's own MPS daemon; ``weights`` what the first server
+    has loaded, by engine stage, where ``weight_share`` says that the others attach to it."""
 
     id: str
     created: str
@@ -71,6 +80,8 @@ class Run:
     runtime: str
     replicas: tuple[Replica, ...]
     ready: bool = False
+    weight_share: bool = False
+    weights: dict[str, SharedModel] = field(default_factory=dict[str, SharedModel])
 
     def marks(self) -> list[Mark]:
         """The recorded processes that are alive: none of an earlier boot of the machine."""

@@ -132,12 +132,14 @@ class Pipeline:
 
     def health(self) -> dict[str, Any]:
         """The state of every instance; KV capacities by stage, and what it shares, are those of its last start.
-        ``routes``: which way tensors take between GPUs, where the plan lets them stay on a device."""
+        ``routes``: which way tensors take between GPUs, where the plan lets them stay on a device. ``weights``: where
+        other servers may borrow this one's weights, and where it has them from."""
         return {
             "status": self.status,
             "model": self.plan.name,
             "in_flight": self.coordinator.pending,
             "routes": [route.describe() for route in self.supervisor.routes.all],
+            "weights": self.supervisor.loans.describe(),
             "instances": [
                 {
                     "name": i.name,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sgl_omni.errors import StartupError
+from sgl_omni.errors import StartupError, WeightShareError
 from sgl_omni.gpu.devices import GpuFacts, gpu_facts
 from sgl_omni.gpu.mps import MpsError
 from sgl_omni.run_folder import base_folder
@@ -30,6 +30,7 @@ from sgl_omni.runtime.rundir import RunDir
 from sgl_omni.runtime.segments import Allowance, machine_share
 from sgl_omni.runtime.visibility import Sight, sight
 from sgl_omni.runtime.weight_keeper import WeightKeeper
+from sgl_omni.runtime.weight_loans import WeightLoans
 from sgl_omni.topology.mps import VISIBILITY
 from sgl_omni.topology.plan import InstancePlan, Plan
 
@@ -76,6 +77,7 @@ class Supervisor:
         self._restarts: set[asyncio.Task[None]] = set()
         self._mps = MpsGuard(plan, base_folder() / "mps", run_dir.path, facts, self._mps_server_died)
         self._weights = WeightKeeper(run_dir.path, self._instance_of)
+        self.loans = WeightLoans(plan, self._weights, facts)
         self.routes = Routes(plan, probe)
         self.instances = {i.name: Instance(i) for i in plan.instances}
         self.groups = self._groups()
@@ -108,6 +110,7 @@ class Supervisor:
         await self.routes.find(lambda plan: Sight(self._sight(plan).device, self._environment(plan, {})))
         if self._plan.sharing_groups:
             self._weights.listen()
+            await self.loans.begin()
         for wave in self._plan.spawn_waves:
             groups = list(dict.fromkeys(self._group_of[name] for name in wave))
             waiting = [self._spawn_group(group) for group in groups]
@@ -152,7 +155,8 @@ class Supervisor:
 
     def _mps_server_died(self, server: int, clients: set[str]) -> None:
         """Its clients can compute no more, so each ends now and is treated as any process that died. Weights that
-        they shared were memory of that server's clients, and are loaded again."""
+        they shared were memory of that server's clients, and are loaded again, or borrowed where another server has
+        loaded them."""
         for name in clients:
             instance = self.instances[name]
             self._weights.forget(name)
@@ -313,7 +317,12 @@ class Supervisor:
         if self._plan.on_process_exit == "restart":
             self._end_weights_of(culprit)
             self._schedule_restart(group)
-        elif not self.failure.done():
+        else:
+            self._fail(report)
+
+    def _fail(self, report: str) -> None:
+        """The pipeline must stop; the first reason counts."""
+        if not self.failure.done():
             self.failure.set_result(report)
 
     def _end_all(self, group: RankGroup, why: str) -> None:
@@ -367,9 +376,11 @@ class Supervisor:
             for instance in group.members:
                 instance.state = "restarting"
             await asyncio.sleep(group.backoff)
-            leader = group.first.plan.weight_leader
-            if leader is not None and not self._weights.holds(leader):
-                await self._group_of[leader].up.wait()
+            try:
+                await self._wait_for_weights(group.first.plan)
+            except WeightShareError as error:
+                self._fail(str(error))
+                return
             group.backoff = min(2 * group.backoff, MAX_BACKOFF)
             for instance in group.members:
                 instance.restarts += 1
@@ -387,6 +398,19 @@ class Supervisor:
                 return
             await self._verify_mps_again(group.first)
             return
+
+    async def _wait_for_weights(self, plan: InstancePlan) -> None:
+        """Returns when there are weights to attach to, where the instance is not to load any itself.
+
+        Raises:
+            WeightShareError: there will be none.
+        """
+        if plan.weight_leader is None or self._weights.holds(plan.weight_leader):
+            return
+        if plan.weight_role == "borrower":
+            await self.loans.renew(plan.weight_leader)
+        else:
+            await self._group_of[plan.weight_leader].up.wait()
 
     async def _verify_mps_again(self, instance: Instance) -> None:
         """An instance that came back without MPS would slow its neighbours: it is ended, and so tried again."""

@@ -2,19 +2,23 @@
 
 The server process holds the descriptors, of which none needs a GPU: a leader that dies takes nothing with it, and any
 replica that is started again attaches to what is here. Weights that a backend ties to its leader are forgotten with it.
+
+Another server of this user, on the same GPU, may borrow them where the plan says so. From then on both keep them, and
+neither needs the other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sgl_omni.errors import WeightShareError
-from sgl_omni.gpu.weights.exchange import SOCKET_NAME, Message, Offer
+from sgl_omni.gpu.weights.exchange import SOCKET_NAME, Message, Offer, borrow
 from sgl_omni.topology.plan import InstancePlan
 
 log = logging.getLogger("sgl_omni.weights")
@@ -22,6 +26,8 @@ log = logging.getLogger("sgl_omni.weights")
 _CREDENTIALS = struct.Struct("3i")
 
 InstanceOf = Callable[[int], InstancePlan | None]
+Place = tuple[str, str]
+"""A Process, and a GPU by the name that all servers have for it."""
 
 
 class WeightKeeper:
@@ -29,17 +35,45 @@ class WeightKeeper:
 
     def __init__(self, run_dir: Path, instance_of: InstanceOf) -> None:
         """`instance_of(pid)`: the instance that a process is, or None for a stranger."""
-        self._path = run_dir / SOCKET_NAME
+        self.path = run_dir / SOCKET_NAME
         self._instance_of = instance_of
         self._offers: dict[str, dict[str, Offer]] = {}
+        self._lent: dict[Place, str] = {}
         self._listener: socket.socket | None = None
         self._clients: set[socket.socket] = set()
 
     def listen(self) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._listener.bind(str(self._path))
+        self._listener.bind(str(self.path))
         self._listener.listen(16)
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    def lend(self, leaders: Mapping[Place, str]) -> None:
+        """From now on, other servers may borrow the weights of these groups, given by their leaders."""
+        self._lent = dict(leaders)
+
+    async def borrow(self, source: Path, place: Place, models: Sequence[str], leader: str) -> set[str]:
+        """Takes the weights of a group over from another server's keeper; returns the models of which it had any.
+
+        Raises:
+            WeightShareError: there is no such server any more, or it refuses; what the group had is kept.
+        """
+        process, card = place
+        offers: dict[str, Offer] = {}
+        try:
+            for model in models:
+                offer = await asyncio.to_thread(borrow, source, process, model, card)
+                if offer is not None:
+                    offers[model] = offer
+        except BaseException:
+            for offer in offers.values():
+                offer.close()
+            raise
+        self.forget(leader)
+        if offers:
+            self._offers[leader] = offers
+            log.info("the weights of %s for '%s' are borrowed from %s", ", ".join(offers), leader, source)
+        return set(offers)
 
     def holds(self, leader: str) -> bool:
         """Whether the group of this leader has weights to attach to."""
@@ -60,7 +94,7 @@ class WeightKeeper:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
             self._listener = None
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
         for client in list(self._clients):
             self._drop(client)
         for leader in list(self._offers):
@@ -91,7 +125,7 @@ class WeightKeeper:
 
     def _answer(self, client: socket.socket) -> Message:
         question = Message.receive(client)
-        pid, _, _ = _CREDENTIALS.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pid, user, _ = _CREDENTIALS.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         instance = self._instance_of(pid)
         if question.kind == "publish" and question.offer is not None:
             refusal = self._take(instance, question.model, question.offer)
@@ -100,19 +134,43 @@ class WeightKeeper:
             return Message("refused", reason=refusal) if refusal else Message("done")
         if question.offer is not None:
             question.offer.close()
-        if question.kind == "withdraw" and instance is not None and instance.weight_role == "leader":
-            self._withdraw(instance.name, question.model)
+        if question.kind == "borrow":
+            return self._lend(question, pid, user)
+        if question.kind == "withdraw" and instance is not None and instance.weight_role in ("leader", "borrower"):
+            self._withdraw(instance, question.model)
             return Message("done")
         if question.kind != "fetch" or instance is None or instance.weight_role == "own":
             return Message("refused", reason=f"process {pid} shares no weights here")
         offer = self._offers.get(instance.weight_leader or instance.name, {}).get(question.model)
         return Message("nothing") if offer is None else Message("offer", offer=offer)
 
-    def _withdraw(self, leader: str, model: str) -> None:
-        offer = self._offers.get(leader, {}).pop(model, None)
+    def _withdraw(self, instance: InstancePlan, model: str) -> None:
+        log.warning("'%s' cannot use the weights of '%s' that were kept, and needs others", instance.name, model)
+        if instance.weight_role == "borrower":
+            self.forget(instance.weight_leader or instance.name)  # all are borrowed again, together
+            return
+        offer = self._offers.get(instance.name, {}).pop(model, None)
         if offer is not None:
-            log.warning("'%s' cannot use the weights of '%s' that were kept, and loads them again", leader, model)
             offer.close()
+
+    def _lend(self, question: Message, pid: int, user: int) -> Message:
+        """To any process of this user, since those of another server are unknown here."""
+        if user != os.getuid():
+            return Message("refused", reason=f"process {pid} belongs to another user ({user})")
+        leader = self._lent.get((question.process, question.card))
+        if leader is None:
+            lent = ", ".join(f"Process '{process}' on {card}" for process, card in self._lent) or "none"
+            asked = f"Process '{question.process}' on {question.card}"
+            return Message("refused", reason=f"it lends no weights of {asked}; what it lends: {lent}")
+        offer = self._offers.get(leader, {}).get(question.model)
+        if offer is None:
+            return Message("nothing")
+        if not offer.outlives_leader:
+            return Message(
+                "refused", reason=f"weights shared by '{offer.backend}' end with the process that loaded them"
+            )
+        log.info("weights of '%s' are lent to process %d", question.model, pid)
+        return Message("offer", offer=offer)
 
     def _take(self, instance: InstancePlan | None, model: str, offer: Offer) -> str:
         """Why not; empty where the offer is kept."""
@@ -120,6 +178,8 @@ class WeightKeeper:
             return "only the leader of a sharing group publishes weights"
         if model in self._offers.get(instance.name, {}):
             return f"'{instance.name}' has published weights of '{model}' already"
+        if instance.name in self._lent.values() and not offer.outlives_leader:
+            return f"other servers are to share weights that end with their leader ('{offer.backend}')"
         self._offers.setdefault(instance.name, {})[model] = offer
         log.info("'%s' has loaded the weights of '%s' for its group (%s)", instance.name, model, offer.backend)
         return ""

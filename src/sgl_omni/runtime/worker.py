@@ -150,8 +150,14 @@ class Worker:
         from sgl_omni.gpu.weights.exchange import Exchange
         from sgl_omni.gpu.weights.share import SharedWeights  # with torch, which not every stage needs
 
-        leads = self._instance.weight_role == "leader"
-        return SharedWeights(stage.name, Exchange(self._run_dir), may_load=leads)
+        role = self._instance.weight_role
+        return SharedWeights(
+            stage.name,
+            Exchange(self._run_dir),
+            may_load=role == "leader",
+            borrows=role == "borrower",
+            lends=self._plan.lends_weights,
+        )
 
     def _make_device(self) -> Device | None:
         """Device memory for tensors on their way, where the plan lets edges of this instance use it."""

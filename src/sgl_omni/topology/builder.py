@@ -31,7 +31,7 @@ from sgl_omni.topology.plan import (
     Transport,
 )
 from sgl_omni.topology.processes import ProcessGroup, fuse, group_stages
-from sgl_omni.topology.sharing import sharing_groups
+from sgl_omni.topology.sharing import sharing_groups, weight_roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,8 @@ def _plan(
     mps: dict[int, tuple[str, ...]],
 ) -> Plan:
     resolved = found.resolved
-    followers = {name for group in sharing for name in group.followers}
+    borrows = resolved.config.weights_from is not None
+    followers = set[str]() if borrows else {name for group in sharing for name in group.followers}
     return Plan(
         name=resolved.config.name or _model_name(resolved.config.model_path) or resolved.class_name or "pipeline",
         model_path=resolved.model_path,
@@ -145,6 +146,8 @@ def _plan(
         spawn_waves=_waves(placed, followers),
         shutdown_order=tuple(reversed(_waves(placed, followers))),
         sharing_groups=sharing,
+        lends_weights=bool(sharing) and resolved.config.weight_share == "servers",
+        weights_from=resolved.config.weights_from,
         mps=mps,
         mps_mode=resolved.config.mps,
         on_process_exit=resolved.config.on_process_exit,
@@ -203,8 +206,7 @@ def _instances(
     sharing: tuple[SharingGroup, ...],
     mps: dict[int, tuple[str, ...]],
 ) -> tuple[InstancePlan, ...]:
-    leader_of = {follower: group.leader for group in sharing for follower in group.followers}
-    leaders = {group.leader for group in sharing}
+    roles = weight_roles(sharing, borrowed=found.resolved.config.weights_from is not None)
     clients = {name for names in mps.values() for name in names}
     groups = {p.group.name: p.group for p in placed}
     environment = {name: _environment(found, group) for name, group in groups.items()}
@@ -219,8 +221,8 @@ def _instances(
             env=environment[p.group.name],
             cpu_cores=p.cores,
             threads=p.threads or thread_count(p.cores, found.host),
-            weight_role="leader" if p.name in leaders else "follower" if p.name in leader_of else "own",
-            weight_leader=leader_of.get(p.name),
+            weight_role=roles.get(p.name, ("own", None))[0],
+            weight_leader=roles.get(p.name, ("own", None))[1],
             mps=p.name in clients,
             mps_thread_percentage=p.group.mps_thread_percentage if p.name in clients else None,
             mps_memory_limit=enforced_budget(found, p) if p.name in clients else None,

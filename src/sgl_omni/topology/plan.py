@@ -13,7 +13,7 @@ PlatformName = Literal["cpu", "cuda"]
 Transport = Literal["local", "shm", "cuda_ipc"]
 EdgeKind = Literal["payload", "stream"]
 ReplicaPolicy = Literal["round_robin", "least_inflight"]
-WeightRole = Literal["own", "leader", "follower"]
+WeightRole = Literal["own", "leader", "follower", "borrower"]
 ExitPolicy = Literal["stop", "restart"]
 MpsMode = Literal["off", "auto", "on"]
 
@@ -96,7 +96,11 @@ class EdgePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingGroup:
-    """Replicas of one Process on one GPU that hold one set of weights."""
+    """Replicas of one Process on one GPU that hold one set of weights.
+
+    ``leader`` loads them. Where the plan has them from another server, it attaches as its followers do, and the group
+    only bears its name.
+    """
 
     process: str
     device: int
@@ -106,7 +110,11 @@ class SharingGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that `serve` executes."""
+    """Everything that `serve` executes.
+
+    ``lends_weights``: other servers on a GPU may attach to the weights of its sharing groups. ``weights_from``: the
+    socket of the server from which this one has them, instead of the checkpoint.
+    """
 
     name: str
     model_path: str | None
@@ -119,6 +127,8 @@ class Plan:
     spawn_waves: tuple[tuple[str, ...], ...]
     shutdown_order: tuple[tuple[str, ...], ...]
     sharing_groups: tuple[SharingGroup, ...] = ()
+    lends_weights: bool = False
+    weights_from: str | None = None
     mps: dict[int, tuple[str, ...]] = field(default_factory=dict)
     mps_mode: MpsMode = "off"
     on_process_exit: ExitPolicy = "stop"

@@ -181,8 +181,14 @@ class _Drawing:
             yield f"{mode} would take: {would or refusal or 'no GPU'}"
 
     def sharing(self) -> Iterator[str]:
-        for group in self.plan.sharing_groups:
-            yield f"GPU {group.device}: {group.leader} leads {', '.join(group.followers)}"
+        plan = self.plan
+        for group in plan.sharing_groups:
+            where = f"GPU {group.device}: "
+            if plan.weights_from is not None:
+                yield f"{where}{', '.join((group.leader, *group.followers))} as lent at {plan.weights_from}"
+                continue
+            led = [*group.followers, *(["other servers that borrow them"] if plan.lends_weights else [])]
+            yield f"{where}{group.leader} leads {', '.join(led)}"
 
     def waves(self) -> Iterator[str]:
         for number, wave in enumerate(self.plan.spawn_waves, start=1):
@@ -241,6 +247,8 @@ def layout_facts(plan: Plan, host: Host, eligible: Eligibility, note: str | None
             {"process": g.process, "gpu": g.device, "leader": g.leader, "followers": list(g.followers)}
             for g in plan.sharing_groups
         ],
+        "lends_weights": plan.lends_weights,
+        "weights_from": plan.weights_from,
         "spawn_waves": [list(wave) for wave in plan.spawn_waves],
         "notes": [*plan.warnings, *([note] if note else [])],
     }

@@ -1,7 +1,7 @@
 """One refusal after another: its code, what it names, and what it proposes."""
 
 import pytest
-from planning import FULL, GIB, codes, plan, refusals
+from planning import FULL, GIB, SpeechPipelineConfig, codes, plan, refusals
 
 from sgl_omni.config.violations import Violation
 from sgl_omni.topology.host import Device, Host, cuda_host, virtual_host
@@ -321,6 +321,51 @@ def test_what_sharing_needs() -> None:
     assert codes("", *SHARED) == ["PLAN-010"]  # no replicas
     apart = "processes:\n  engine: {num_replicas: 2, replica_devices: [0, 2]}\n"
     assert codes(apart, *SHARED) == ["PLAN-010"]
+
+
+WITH_SERVERS = ("--weight-share", "servers", "--max-total-tokens", "1000")
+SOCKET = "/run/user/0/sgl-omni/run-1/weights.sock"
+
+
+def test_one_replica_leads_other_servers() -> None:
+    planned = plan("", *WITH_SERVERS).plan
+    assert [(g.process, g.device, g.leader, g.followers) for g in planned.sharing_groups] == [
+        ("engine", 0, "engine", ())
+    ]
+    assert {i.name: i.weight_role for i in planned.instances} == {"front": "own", "engine": "leader", "vocoder": "own"}
+    assert (planned.lends_weights, planned.weights_from) == (True, None)
+    assert planned.spawn_waves == (("front", "engine", "vocoder"),)
+    assert planned.warnings == ("weight_share: Process 'vocoder' has no engine stage, so it is not shared",)
+    assert "GPU 0: engine leads other servers that borrow them" in layout_text(planned, cuda_host(2))
+    within = plan(TWO_ON_GPU_0, *SHARED).plan
+    assert not within.lends_weights
+
+
+def test_replicas_may_have_their_weights_from_another_server() -> None:
+    planned = plan(TWO_ON_GPU_0, *WITH_SERVERS, "--weights-from", SOCKET).plan
+    roles = [(i.name, i.weight_role, i.weight_leader) for i in planned.instances_of("engine")]
+    assert roles == [("engine@r0", "borrower", "engine@r0"), ("engine@r1", "borrower", "engine@r0")]
+    assert (planned.lends_weights, planned.weights_from) == (True, SOCKET)
+    assert planned.spawn_waves == (("front", "engine@r0", "engine@r1", "vocoder"),), "nobody waits for a leader"
+    assert f"GPU 0: engine@r0, engine@r1 as lent at {SOCKET}" in layout_text(planned, cuda_host(2))
+
+
+def test_what_sharing_with_other_servers_needs() -> None:
+    unpinned = only("", "--weight-share", "servers")
+    assert unpinned.code == "PLAN-010" and "'tts_engine' of Process 'engine' pins no KV capacity" in unpinned.message
+    for mode in ("off", "on"):
+        refused = refusals(TWO_ON_GPU_0, *SHARED[2:], "--weight-share", mode, "--weights-from", SOCKET)
+        assert [(v.code, v.hint) for v in refused] == [("PLAN-010", "weight_share: servers, or no weights_from")]
+    assert codes("", *WITH_SERVERS, environ={"SGLANG_OMNI_WEIGHT_SHARE": "leader"}) == ["PLAN-010"]
+    parallel = only("", *WITH_SERVERS, "--tts_engine.tp_size", "2", "--tts_engine.gpu", "0,2", "--vocoder.gpu", "3")
+    assert "only tp_size 1 can share" in parallel.message
+
+    class Unknown(SpeechPipelineConfig):
+        architectures = ("WritesItsWeights",)
+
+    unlisted = only("", *WITH_SERVERS, cls=Unknown)
+    assert unlisted.code == "PLAN-010"
+    assert "architecture WritesItsWeights is not on the share-policy list" in unlisted.message
 
 
 def test_mps_modes() -> None:

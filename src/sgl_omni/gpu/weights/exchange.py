@@ -1,4 +1,5 @@
-"""How weights get from the replica that loaded them to the others: by the server's keeper, on a unix socket.
+"""How weights get from the replica that loaded them to the others: by the server's keeper, on a unix socket. Another
+server of the same user may borrow them there, for its own keeper.
 
 Every message is one packet and all descriptors ride with it: the manifest in a sealed memory file, since it may be
 longer than a packet, and the memory itself where a descriptor is its handle. A client asks one question a connection.
@@ -28,7 +29,7 @@ _PACKET = 16 * 1024
 _DESCRIPTORS = socket.CMSG_SPACE(2 * array.array("i").itemsize)
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-Kind = Literal["publish", "fetch", "withdraw", "offer", "nothing", "done", "refused"]
+Kind = Literal["publish", "fetch", "withdraw", "borrow", "offer", "nothing", "done", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +66,19 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A packet. ``model`` says which of a process's models, by its stage's name."""
+    """A packet. ``model`` says which of a process's models, by its stage's name; to another server, ``process`` and
+    ``card`` say whose: the Process, and the GPU by a name that all servers have for it."""
 
     kind: Kind
     model: str = ""
     offer: Offer | None = None
     reason: str = ""
+    process: str = ""
+    card: str = ""
 
     def send(self, sock: socket.socket) -> None:
         fields: dict[str, object] = {"kind": self.kind, "model": self.model, "reason": self.reason}
+        fields |= {"process": self.process, "card": self.card}
         fds: list[int] = []
         if self.offer is not None:
             fds = self.offer.descriptors
@@ -94,7 +99,7 @@ class Message:
             if "backend" in fields:
                 handle = Handle(fds[1] if len(fds) > 1 else None, bytes.fromhex(fields["data"]))
                 offer = Offer(fields["backend"], bool(fields["outlives_leader"]), handle, fds[0])
-            return cls(fields["kind"], fields["model"], offer, fields["reason"])
+            return cls(fields["kind"], fields["model"], offer, fields["reason"], fields["process"], fields["card"])
         except (ValueError, KeyError, IndexError, TypeError) as error:
             for fd in fds:
                 os.close(fd)
@@ -109,25 +114,40 @@ class Exchange:
 
     def fetch(self, model: str) -> Offer | None:
         """The group's weights, or None where nobody has published them yet. The caller closes the offer."""
-        return self._ask(Message("fetch", model)).offer
+        return ask(self._path, Message("fetch", model)).offer
 
     def publish(self, model: str, offer: Offer) -> None:
         """Hands the weights over for the group. Raises ``WeightShareError`` where that is not this process's to do."""
-        self._ask(Message("publish", model, offer))
+        ask(self._path, Message("publish", model, offer))
 
     def withdraw(self, model: str) -> None:
-        """Says that the group's weights are of no use any more. Only its leader may."""
-        self._ask(Message("withdraw", model))
+        """Says that the group's weights are of no use any more. Only its leader may, and those who borrow."""
+        ask(self._path, Message("withdraw", model))
 
-    def _ask(self, question: Message) -> Message:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.settimeout(ANSWER_SECONDS)
-            try:
-                sock.connect(str(self._path))
-                question.send(sock)
-                answer = Message.receive(sock)
-            except OSError as error:
-                raise WeightShareError(f"the server does not answer about shared weights: {error}") from error
-        if answer.kind == "refused":
-            raise WeightShareError(f"the server refuses: {answer.reason}")
-        return answer
+
+def borrow(path: Path, process: str, model: str, card: str) -> Offer | None:
+    """Weights that another server's keeper holds; None where it has none, or none yet. The caller closes the offer.
+
+    Raises:
+        WeightShareError: there is no such server any more, or it refuses.
+    """
+    return ask(path, Message("borrow", model, process=process, card=card)).offer
+
+
+def ask(path: Path, question: Message) -> Message:
+    """One question and its answer.
+
+    Raises:
+        WeightShareError: nobody answers there, or the answer is a refusal.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(ANSWER_SECONDS)
+        try:
+            sock.connect(str(path))
+            question.send(sock)
+            answer = Message.receive(sock)
+        except OSError as error:
+            raise WeightShareError(f"the server does not answer about shared weights: {error}") from error
+    if answer.kind == "refused":
+        raise WeightShareError(f"the server refuses: {answer.reason}")
+    return answer

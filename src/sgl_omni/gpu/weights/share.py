@@ -77,12 +77,22 @@ class SharedWeights:
     """
 
     def __init__(
-        self, model: str, exchange: Exchange, *, may_load: bool, choose_backend: ChooseBackend = best_backend
+        self,
+        model: str,
+        exchange: Exchange,
+        *,
+        may_load: bool,
+        borrows: bool = False,
+        lends: bool = False,
+        choose_backend: ChooseBackend = best_backend,
     ) -> None:
-        """``model``: the stage's name. ``may_load``: this process leads the group."""
+        """``model``: the stage's name. ``may_load``: this process leads the group. ``borrows``: the group's weights are
+        another server's. ``lends``: other servers may attach to those loaded here."""
         self._model = model
         self._exchange = exchange
         self._may_load = may_load
+        self._borrows = borrows
+        self._lends = lends
         self._choose_backend = choose_backend
         self._arena: Arena | None = None
         self.facts: SharedFacts | None = None
@@ -150,6 +160,8 @@ class SharedWeights:
         """None: there is nothing to attach to, and this process is the one to load."""
         offer = self._exchange.fetch(self._model)
         if offer is None:
+            if self._borrows:
+                raise WeightShareError(f"stage '{self._model}': the other server lent no weights of it")
             if not self._may_load:
                 raise WeightShareError(f"stage '{self._model}': the group's leader has not published its weights")
             return None
@@ -157,6 +169,8 @@ class SharedWeights:
             expected.check_same(offer.manifest())
             return offer.backend, backend_named(offer.backend).attach(offer.handle, expected.size, device)
         except DriverError as error:
+            if self._borrows:
+                self._exchange.withdraw(self._model)  # so that they are borrowed again
             if not self._may_load:
                 raise
             log.warning("stage '%s': the driver no longer has the weights that were kept: %s", self._model, error)
@@ -167,6 +181,12 @@ class SharedWeights:
 
     def _load(self, manifest: Manifest, fill: Fill, device: torch.device) -> tuple[str, Tensor]:
         backend = self._choose_backend(device)
+        if self._lends and not backend.outlives_leader:
+            raise WeightShareError(
+                f"stage '{self._model}': here weights can be shared by '{backend.name}' alone, which ends with the "
+                "process that loaded them, so separate servers cannot share them; replicas of one server can: "
+                "weight_share: on"
+            )
         allocation = backend.create(manifest.size, device)
         fill(views(manifest, allocation.bytes))
         memory, handle = allocation.seal()
