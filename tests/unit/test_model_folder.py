@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from sgl_omni.errors import InvalidRequest
+from sgl_omni.config.schema import PipelineConfig
+from sgl_omni.config.tasks import Tasks
+from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.folder import check_folder, find_folder
-from sgl_omni.models.registry import PipelineRegistry
+from sgl_omni.models.registry import PipelineRegistry, tasks_of
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     config = {"architectures": ["TinyModel"], "audio": {"rate": 16000}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "BPE"}}')
     save_file({"a": np.zeros(100, np.float32)}, tmp_path / "model.safetensors")
     return tmp_path
 
@@ -133,3 +135,55 @@ def test_why_no_class_serves_a_folder_is_told(tmp_path: Path, config: str | None
 def test_a_folder_that_is_not_there_is_told() -> None:
     assert "there is no such folder" in PipelineRegistry().why_unknown("/nowhere/at/all")
     assert "neither a folder nor a downloaded model" in PipelineRegistry().why_unknown("org/unheard-of.1")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than 4096"),
+        ({"thinker": {"text": {"num_experts": 5000}}}, "thinker.text.num_experts is 5000, more than"),
+        ({"flow": {"depth": 10**6}}, "flow.depth is 1000000, more than"),
+    ],
+)
+def test_parts_without_end_are_refused_before_they_are_counted_out(
+    folder: Path, change: dict[str, object], told: str
+) -> None:
+    (folder / "config.json").write_text(json.dumps({"architectures": ["TinyModel"], **change}))
+    assert told in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"tokenizer.json": '{"model": {}}'}, "tokenizer.json lacks the field added_tokens"),
+        ({"tokenizer.json": '{"added_tokens": [], "model": 3}'}, "tokenizer.json: model is no object"),
+        ({"tokenizer_config.json": "[1"}, "tokenizer_config.json cannot be read"),
+        ({"tokenizer.json": None, "vocab.json": "{}"}, "vocab.json and no merges.txt"),
+        ({"tokenizer.json": None, "vocab.json": '{"a"', "merges.txt": ""}, "vocab.json cannot be read"),
+        ({"generation_config.json": "["}, "generation_config.json cannot be read"),
+        ({"generation_config.json": '{"temperature": "hot"}'}, "temperature is 'hot', no number"),
+        ({"generation_config.json": '{"talker_top_k": true}'}, "talker_top_k is True, no number"),
+    ],
+)
+def test_files_beside_the_weights_are_read_before_a_start(
+    folder: Path, files: dict[str, str | None], told: str
+) -> None:
+    for name, text in files.items():
+        if text is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_text(text)
+    assert told in refused(folder)
+
+
+def test_what_a_family_trips_over_is_told_as_the_files_fault() -> None:
+    class Careless(PipelineConfig):
+        @classmethod
+        def tasks(cls, model_path: str) -> Tasks:
+            return {"x": model_path.items()}  # type: ignore[attr-defined,return-value]
+
+    told = (
+        r"the files of /m do not fit Careless: AttributeError: 'str' object .*\(test_model_folder.py, line \d+: return"
+    )
+    with pytest.raises(StartupError, match=told):
+        tasks_of(Careless, "/m")

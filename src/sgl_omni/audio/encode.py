@@ -216,15 +216,13 @@ def library_writes(format: str, sample_rate: int) -> bool:
     return True
 
 
-def check_format(format: str, sample_rate: int) -> None:
-    """Raises ``InvalidRequest`` (``response_format``) that lists what is available."""
+def check_format(format: str, sample_rate: int, param: str = "response_format") -> None:
+    """Raises ``InvalidRequest`` (``param``) that lists what is available."""
     available = available_formats(sample_rate)
     if format in available:
         return
     reason = f"cannot be written at {sample_rate} Hz by this server" if format in MEDIA_TYPES else "is not known"
-    raise InvalidRequest(
-        f"response_format {format[:100]!r} {reason}; choose from {', '.join(available)}", "response_format"
-    )
+    raise InvalidRequest(f"{param} {format[:100]!r} {reason}; choose from {', '.join(available)}", param)
 
 
 def encoder(format: str, sample_rate: int) -> Encoder:

@@ -265,6 +265,8 @@ def judge(runs: Sequence[dict[str, Any]], degraded_below: float) -> list[dict[st
         reason = ""
         if run["figures"]["errors"]:
             reason = f"{run['figures']['errors']} errors: {'; '.join(run['figures']['error_examples'])}"
+        elif not rate:
+            reason = "no request ended within the window; a longer one may show some"
         elif rate < degraded_below * usual:
             reason = f"{rate:.2f} requests/s, {rate / usual:.2f} of this configuration's median"
         judged.append({**run, "outcome": "degraded" if reason else "nominal", "reason": reason})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.errors import StartupError
 
 if TYPE_CHECKING:
     from sgl_omni.config.resolved import ResolvedConfig
@@ -143,10 +143,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 def _sentences(resolved: ResolvedConfig) -> list[dict[str, Any]]:
     """Each sentence as likely as can be, and drawn; all with a seed, as some models begin from noise."""
-    try:
-        task = None if resolved.model_path is None else resolved.cls.tasks(resolved.model_path).speech
-    except InvalidRequest as error:
-        raise StartupError(str(error)) from error
+    from sgl_omni.models.registry import tasks_of
+
+    task = None if resolved.model_path is None else tasks_of(resolved.cls, resolved.model_path).speech
     if task is None:
         raise StartupError("this pipeline does not speak; give --payloads FILE with requests for its entry stage")
     base = {"voice": task.default_voice, "speed": 1.0, "temperature": 0.0}

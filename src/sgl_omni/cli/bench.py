@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -211,6 +212,8 @@ def _report(
 ) -> None:
     """Measures, prints the table, and writes the figures down."""
     offer = replace(offer, urls=[check_url(url) for url in offer.urls])
+    for url in offer.urls:
+        check_answers(url)
     figures = asyncio.run(_measure(offer, workload, chat, transcription))
     click.echo(table(figures))
     for level in figures:
@@ -278,6 +281,17 @@ def check_url(text: str) -> str:
     if not usable:
         raise click.UsageError(f"--url {text!r}: write http://host:port")
     return text.rstrip("/")
+
+
+def check_answers(url: str) -> None:
+    """Raises where nobody listens, before any load is offered."""
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname, parts.port), timeout=5).close()
+    except OSError as error:
+        raise click.ClickException(f"no request ended well: nobody listens at {url}: {error}") from error
 
 
 @app.command()

@@ -82,7 +82,7 @@ def up(
     Exit status: 0, 1 when the start failed and was undone, 2 when it was refused before anything was started.
     """
     from sgl_omni.dp.launch import Servers
-    from sgl_omni.dp.preflight import Asked, place
+    from sgl_omni.dp.preflight import Asked, gpu_key, place
 
     if (config_path is None) == (model_path is None):
         raise LaunchRefused(
@@ -91,6 +91,8 @@ def up(
     use_mps = mps == "on" if mps else asked["platform"] == "cuda"
     wanted = Asked(mps=use_mps, weight_share=weight_share == "on", **asked)
     machine, host = look(wanted, virtual_gpu_memory)
+    store = store_at(state_root)
+    store.refuse_second(wanted.gpu, gpu_key(wanted, machine))  # it would hold the cores too
     placed = place(wanted, machine)
     pins = {"--max-total-tokens": max_total_tokens, "--mem-fraction-static": mem_fraction_static}
     flags = [text for name, value in pins.items() if value is not None for text in (name, str(value))]
@@ -105,7 +107,6 @@ def up(
         seconds=startup_timeout,
         parallel=parallel_start,
     )
-    store = store_at(state_root)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is ended again
     run = new_run(store, wanted, placed, capacity, str(config_path or model_path))
     launch(store, run, servers, machine)
@@ -233,6 +234,8 @@ def list_runs(state_root: Path | None) -> None:
         state = "stale" if not alive else "ready" if run.ready else "starting"
         if alive and not run.ready and not store.is_held(run_id):
             state = "half started"
+        if state == "ready" and len(servers) < len(run.replicas):
+            state = "degraded"
         click.echo(
             f"{run.id}  {state}  GPU {run.gpu}  {len(servers)} of {len(run.replicas)} servers alive  "
             f"ports {','.join(str(r.port) for r in run.replicas)}  {run.pipeline}"

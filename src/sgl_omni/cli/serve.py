@@ -15,7 +15,7 @@ import click
 
 from sgl_omni.cli.config import once
 from sgl_omni.cli.options import SECONDS, SECONDS_OR_NONE
-from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.errors import StartupError
 from sgl_omni.topology.plan import Plan
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def prepare(
     from sgl_omni.config.tasks import Tasks
     from sgl_omni.gpu.affinity import read_cores
     from sgl_omni.gpu.devices import usable_host
-    from sgl_omni.models.registry import PipelineRegistry
+    from sgl_omni.models.registry import PipelineRegistry, tasks_of
     from sgl_omni.topology.builder import build_plan
     from sgl_omni.topology.host import virtual_host
     from sgl_omni.topology.render import print_layout
@@ -157,10 +157,7 @@ def prepare(
     print_layout(plan, host)
     tasks = Tasks()
     if resolved.model_path is not None:
-        try:
-            tasks = resolved.cls.tasks(resolved.model_path)
-        except InvalidRequest as error:
-            raise StartupError(str(error)) from error
+        tasks = tasks_of(resolved.cls, resolved.model_path)
     named, path = resolved.config.name, resolved.config.model_path
     return plan, tasks, list(dict.fromkeys([name for name in (named, path, plan.name) if name]))
 

@@ -59,6 +59,11 @@ class Place:
     ports: tuple[int, ...]
 
 
+def gpu_key(asked: Asked, machine: Machine) -> str:
+    """What a GPU is called in the records of runs; one of the CPU platform has no UUID."""
+    return machine.gpu.uuid if machine.gpu is not None else f"virtual-{asked.gpu}"
+
+
 def place(asked: Asked, machine: Machine) -> Place:
     """
     Raises:
@@ -76,8 +81,7 @@ def place(asked: Asked, machine: Machine) -> Place:
     ports = find_ports(asked.replicas, asked.base_port, problems)
     if problems:
         raise LaunchRefused(joined(problems))
-    key = machine.gpu.uuid if machine.gpu is not None else f"virtual-{asked.gpu}"
-    return Place(gpu_key=key, node=node, blocks=blocks, ports=ports)
+    return Place(gpu_key=gpu_key(asked, machine), node=node, blocks=blocks, ports=ports)
 
 
 def _gpu_problems(asked: Asked, machine: Machine) -> list[str]:

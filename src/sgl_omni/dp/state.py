@@ -154,7 +154,7 @@ class Store:
         """
         claims = _claims()
         with _locked(claims / LOCK):
-            self._refuse_second(run, claims)
+            self._refuse_second(run.gpu, run.gpu_key, claims)
             try:
                 self.folder(run.id).mkdir(mode=0o700, parents=True)
             except OSError as error:
@@ -162,22 +162,26 @@ class Store:
             self.save(run)
             (claims / run.gpu_key).write_text(str(self.folder(run.id)))
 
-    def _refuse_second(self, run: Run, claims: Path) -> None:
+    def refuse_second(self, gpu: int, gpu_key: str) -> None:
+        """Raises ``LaunchRefused`` where the GPU has a run, or what is left of one; ``create`` looks again."""
+        claims = _claims()
+        with _locked(claims / LOCK):
+            self._refuse_second(gpu, gpu_key, claims)
+
+    def _refuse_second(self, gpu: int, gpu_key: str, claims: Path) -> None:
         """Runs of this root, and the one that the GPU's claim names. One that another GPU claims is no matter here."""
         claimed = _claimed(claims)
         known = {self.folder(run_id) for run_id in self.ids()} - set(claimed.values())
-        known |= {folder for key, folder in claimed.items() if key == run.gpu_key}
+        known |= {folder for key, folder in claimed.items() if key == gpu_key}
         for folder in sorted(known):
             store, run_id = Store(folder.parent), folder.name
             other = store.load(run_id)
-            if other.gpu_key != run.gpu_key:
+            if other.gpu_key != gpu_key:
                 continue
             end = f"end it first: sgl-omni dp down {run_id} --state-root {store.root}"
             if other.marks() or store.is_held(run_id):
-                raise LaunchRefused(f"GPU {run.gpu} ({run.gpu_key}) already has run '{run_id}'; {end}")
-            raise LaunchRefused(
-                f"GPU {run.gpu} ({run.gpu_key}) has the stale run '{run_id}', whose processes are gone; {end}"
-            )
+                raise LaunchRefused(f"GPU {gpu} ({gpu_key}) already has run '{run_id}'; {end}")
+            raise LaunchRefused(f"GPU {gpu} ({gpu_key}) has the stale run '{run_id}', whose processes are gone; {end}")
 
     def forget(self, run: Run, *, keep_logs: bool = False) -> None:
         """Removes the record of a run of which nothing is left, and its claim."""

@@ -61,6 +61,10 @@ _WHOLE = frozenset(
     }
 )
 _REAL = frozenset({"rms_norm_eps", "layer_norm_eps", "rope_theta"})
+_REPEATED = re.compile(r"(^|_)(layers|depth|experts)$")
+_MOST_REPEATED = 4096
+"""Layers, or experts of one: more is no model, and would be counted out name by name."""
+_SAMPLING = re.compile(r"(^|_)(temperature|top_k|top_p|repetition_penalty|max_new_tokens|max_length)$")
 
 
 def check_numbers(config: Mapping[str, Any], file: Path, within: str = "") -> None:
@@ -68,6 +72,8 @@ def check_numbers(config: Mapping[str, Any], file: Path, within: str = "") -> No
     for name, value in config.items():
         if isinstance(value, Mapping):
             check_numbers(value, file, f"{within}{name}.")
+        elif _REPEATED.search(name) and isinstance(value, int) and value > _MOST_REPEATED:
+            raise InvalidRequest(f"{file}: {within}{name} is {value}, more than {_MOST_REPEATED}", param="model_path")
         elif value is None or name not in _WHOLE | _REAL:
             continue
         elif isinstance(value, bool) or not isinstance(value, int if name in _WHOLE else (int, float)) or value <= 0:
@@ -104,13 +110,41 @@ def check_folder(
     check_numbers(config, folder / "config.json")
     if tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
         raise InvalidRequest(f"{folder} holds no tokenizer: neither {' nor '.join(_TOKENIZERS)}", param="model_path")
-    if tokenizer and (folder / "tokenizer.json").is_file():
-        read_json(folder, "tokenizer.json")
+    if tokenizer:
+        _check_tokenizer(folder)
+    _check_sampling(folder)
     if chat:
         _check_template(folder)
     for part in weights:
         check_weights(folder / part, dtypes)
     return config
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Its files are JSON, and of the parts that a tokenizer consists of none is absent."""
+    if (folder / "tokenizer_config.json").is_file():
+        read_json(folder, "tokenizer_config.json")
+    if not (folder / "tokenizer.json").is_file():
+        read_json(folder, "vocab.json")
+        if not (folder / "merges.txt").is_file():
+            raise InvalidRequest(f"{folder} holds vocab.json and no merges.txt, nor tokenizer.json", param="model_path")
+        return
+    found = read_json(folder, "tokenizer.json")
+    for field, kind in (("model", dict), ("added_tokens", list)):
+        if not isinstance(require(found, field, folder / "tokenizer.json"), kind):
+            what = "object" if kind is dict else "list"
+            raise InvalidRequest(f"{folder / 'tokenizer.json'}: {field} is no {what}", param="model_path")
+
+
+def _check_sampling(folder: Path) -> None:
+    """What a model's authors sample with, where they say it: requests that say nothing else get it as it is."""
+    name = "generation_config.json"
+    if not (folder / name).is_file():
+        return
+    for field, value in read_json(folder, name).items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if _SAMPLING.search(field) and value is not None and not is_number:
+            raise InvalidRequest(f"{folder / name}: {field} is {value!r}, no number", param="model_path")
 
 
 def _check_template(folder: Path) -> None:

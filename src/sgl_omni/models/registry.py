@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 from sgl_omni.config.schema import PipelineConfig
-from sgl_omni.errors import InvalidRequest
+from sgl_omni.config.tasks import Tasks
+from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.folder import find_folder, read_json
 
 SHIPPED: dict[str, str] = {
@@ -22,6 +25,24 @@ SHIPPED: dict[str, str] = {
     "CsmPipelineConfig": "sgl_omni.models.csm.pipeline",
 }
 """Class name -> module that defines it. A new family adds one line."""
+
+
+def tasks_of(cls: type[PipelineConfig], model_path: str) -> Tasks:
+    """What a pipeline serves with the files of a model.
+
+    Raises ``StartupError`` that names file and field. A field that nobody thought of may hold anything, so what a
+    family's code trips over when it reads the files is told as their fault too.
+    """
+    try:
+        return cls.tasks(model_path)
+    except InvalidRequest as error:
+        raise StartupError(str(error)) from error
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, MemoryError) as error:
+        trace = traceback.extract_tb(error.__traceback__)[-1]
+        line = f"{Path(trace.filename).name}, line {trace.lineno}: {trace.line}"
+        raise StartupError(
+            f"the files of {model_path} do not fit {cls.__name__}: {type(error).__name__}: {error} ({line})"
+        ) from error
 
 
 class PipelineRegistry:

@@ -321,7 +321,8 @@ class Coordinator:
         if isinstance(message, Failure):
             request = self._find(message.request_id)
             if request is not None:
-                self.abort(request, _error_of(message), "error")
+                error = _error_of(message)
+                self.abort(request, error, "invalid" if isinstance(error, InvalidRequest) else "error")
         elif isinstance(message, StreamChunk):
             request = self._find(message.header.request_id)
             if request is not None:

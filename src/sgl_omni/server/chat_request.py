@@ -132,10 +132,7 @@ def _modalities(asked: CreateChatCompletion, task: ChatTask) -> list[str]:
 def _format(asked: str, task: ChatTask) -> str:
     assert task.sample_rate is not None, "a task with audio says its rate"
     format = FORMATS.get(asked, asked)
-    try:
-        check_format(format, task.sample_rate)
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error), "audio.format") from error
+    check_format(format, task.sample_rate, "audio.format")
     return format
 
 

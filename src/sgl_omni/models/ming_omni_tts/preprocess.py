@@ -16,7 +16,8 @@ from sgl_omni.models.ming_omni_tts.prompt import PromptWriter
 from sgl_omni.runtime.stage import Payload, Request
 
 MAX_REFERENCE_SECONDS = 60.0
-_UNKNOWN = ("top_k", "top_p", "repetition_penalty")
+_OFF = {"top_k": (0, -1), "top_p": (1,), "repetition_penalty": (1,)}
+"""Options of models that choose among ids, and the values with which they ask for nothing."""
 
 
 class SpeechPreprocessor:
@@ -35,8 +36,8 @@ class SpeechPreprocessor:
             raise InvalidRequest("input must be a text", param="input")
         if payload.get("voice"):
             raise InvalidRequest("this model has no voices of its own; give a reference instead", param="voice")
-        for name in _UNKNOWN:
-            if payload.get(name) is not None:
+        for name, off in _OFF.items():
+            if payload.get(name) is not None and payload[name] not in off:
                 raise InvalidRequest(f"this model takes no {name}", param=name)
         spoken, samples = self._reference(payload.get("references") or [])
         written = self._writer.write(text, spoken=spoken, instructions=payload.get("instructions"))

@@ -9,6 +9,7 @@ from typing import Any
 
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.folder import check_folder, find_folder, read_json, require
+from sgl_omni.text.template import find_template
 
 ARCHITECTURE = "Qwen3OmniMoeForConditionalGeneration"
 SAMPLE_RATE = 24_000
@@ -141,6 +142,12 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
     if not config["talker_config"]["speaker_id"]:
         raise InvalidRequest(f"{file}: talker_config.speaker_id names no voice", param="model_path")
     read_json(folder, "preprocessor_config.json")
+    if find_template(folder) is None:
+        raise InvalidRequest(
+            f"{folder} holds no chat template: neither chat_template.jinja nor chat_template.json, and none in "
+            "tokenizer_config.json",
+            param="model_path",
+        )
     return config
 
 

@@ -88,6 +88,11 @@ class ModelFacts:
         speakers = {name.lower(): int(code) for name, code in (talker.get("spk_id") or {}).items()}
         if kind == CUSTOM_VOICE and not speakers:
             raise _wrong(folder, "talker_config.spk_id", talker.get("spk_id"), "a voice or more")
+        size = int(require(talker, "vocab_size", folder / "config.json"))
+        for field in ("spk_id", "codec_language_id"):
+            outside = next(((n, i) for n, i in (talker.get(field) or {}).items() if not 0 <= int(i) < size), None)
+            if outside is not None:
+                raise _wrong(folder, f"talker_config.{field}.{outside[0]}", outside[1], f"an id below {size}")
         dialects = {name.lower(): value for name, value in (talker.get("spk_is_dialect") or {}).items() if value}
         if kind == BASE:
             require(config, "speaker_encoder_config", folder / "config.json")
