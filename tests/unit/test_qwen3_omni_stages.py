@@ -256,7 +256,7 @@ def gif(frames: int) -> bytes:
     ("part", "media", "message", "place"),
     [
         ({"type": "image"}, [b"no picture"], "none of PNG", 0),
-        ({"type": "audio"}, [b"no sound"], "", 0),
+        ({"type": "audio"}, [b"no sound"], "the audio cannot be read", 0),
         ({"type": "video"}, [picture(9, 9), b"no picture"], "none of PNG.*taken as its frames", 1),
         ({"type": "video"}, [b"\0\0\0\x20ftypisom" + bytes(64)], "taken as its frames", 0),
         ({"type": "video"}, [gif(3)], "an animation; a video is taken as its frames", 0),
