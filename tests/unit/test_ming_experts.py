@@ -165,6 +165,7 @@ def test_other_rope_and_missing_parts_are_refused(tiny: Tiny, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=r"missing: model\.model\.layers\.1\.mlp\.experts\.6\.down_proj"):
         MingModel.load(folder)
     (folder / "tokenizer.json").rename(folder / "vocab.json")
+    (folder / "merges.txt").touch()
     with pytest.raises(InvalidRequest, match=r"holds no tokenizer\.json"):
         MingOmniTTSPipelineConfig.tasks(str(folder))
     with pytest.raises(StartupError, match=r"tokenizer\.json cannot be read"):
