@@ -158,7 +158,14 @@ def test_parts_without_end_are_refused_before_they_are_counted_out(
         ({"tokenizer.json": '{"model": {}}'}, "tokenizer.json lacks the field added_tokens"),
         ({"tokenizer.json": '{"added_tokens": [], "model": 3}'}, "tokenizer.json: model is no object"),
         ({"tokenizer_config.json": "[1"}, "tokenizer_config.json cannot be read"),
-        ({"tokenizer.json": None, "vocab.json": "{}"}, "vocab.json and no merges.txt"),
+        (
+            {
+                "tokenizer.json": None,
+                "vocab.json": "{}",
+                "tokenizer_config.json": '{"tokenizer_class": "Qwen2Tokenizer"}',
+            },
+            "vocab.json and no merges.txt, which a Qwen2Tokenizer needs",
+        ),
         ({"tokenizer.json": None, "vocab.json": '{"a"', "merges.txt": ""}, "vocab.json cannot be read"),
         ({"generation_config.json": "["}, "generation_config.json cannot be read"),
         ({"generation_config.json": '{"temperature": "hot"}'}, "temperature is 'hot', no number"),

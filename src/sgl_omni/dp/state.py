@@ -163,10 +163,11 @@ class Store:
             (claims / run.gpu_key).write_text(str(self.folder(run.id)))
 
     def refuse_second(self, gpu: int, gpu_key: str) -> None:
-        """Raises ``LaunchRefused`` where the GPU has a run, or what is left of one; ``create`` looks again."""
-        claims = _claims()
-        with _locked(claims / LOCK):
-            self._refuse_second(gpu, gpu_key, claims)
+        """Raises ``LaunchRefused`` where the GPU has a run, or what is left of one.
+
+        A look that locks and makes nothing; ``create`` decides.
+        """
+        self._refuse_second(gpu, gpu_key, base_folder() / "dp")
 
     def _refuse_second(self, gpu: int, gpu_key: str, claims: Path) -> None:
         """Runs of this root, and the one that the GPU's claim names. One that another GPU claims is no matter here."""
@@ -263,6 +264,8 @@ def _claims() -> Path:
 
 def _claimed(claims: Path) -> dict[str, Path]:
     """The folder of the run that has a GPU, by the GPU's key."""
+    if not claims.is_dir():
+        return {}
     folders = {path.name: Path(path.read_text()) for path in claims.iterdir() if path.name != LOCK}
     return {key: folder for key, folder in folders.items() if (folder / RECORD).is_file()}
 

@@ -15,6 +15,8 @@ from sgl_omni.text.template import check_template
 
 _MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _TOKENIZERS = ("tokenizer.json", "vocab.json")
+_OF_PAIRS = frozenset({"Qwen2Tokenizer", "GPT2Tokenizer", "WhisperTokenizer", "RobertaTokenizer"})
+"""Tokenizers that merge pairs, by a list in a file of its own."""
 
 LOADABLE = FLOATS | {"I64", "BOOL"}
 """Types of tensors in folders that are not quantised: weights, and counters and tables beside them."""
@@ -122,12 +124,15 @@ def check_folder(
 
 def _check_tokenizer(folder: Path) -> None:
     """Its files are JSON, and of the parts that a tokenizer consists of none is absent."""
-    if (folder / "tokenizer_config.json").is_file():
-        read_json(folder, "tokenizer_config.json")
+    has_config = (folder / "tokenizer_config.json").is_file()
+    kind = str(read_json(folder, "tokenizer_config.json").get("tokenizer_class")) if has_config else ""
     if not (folder / "tokenizer.json").is_file():
         read_json(folder, "vocab.json")
-        if not (folder / "merges.txt").is_file():
-            raise InvalidRequest(f"{folder} holds vocab.json and no merges.txt, nor tokenizer.json", param="model_path")
+        if kind.removesuffix("Fast") in _OF_PAIRS and not (folder / "merges.txt").is_file():
+            raise InvalidRequest(
+                f"{folder} holds vocab.json and no merges.txt, which a {kind} needs, nor tokenizer.json",
+                param="model_path",
+            )
         return
     found = read_json(folder, "tokenizer.json")
     for field, kind in (("model", dict), ("added_tokens", list)):
