@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from checkpoints import save_random
+from checkpoints import save_llama
 from mixed_cases import (
     check_answers,
     expected_tokens,
@@ -81,21 +81,7 @@ def memory_in_use(gpu: int) -> int:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 2048,
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "max_position_embeddings": 512,
-    }
-    return save_random(tmp_path_factory.mktemp("llama"), config)
+    return save_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

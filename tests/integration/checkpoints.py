@@ -22,3 +22,22 @@ def save_random(folder: Path, config: dict[str, Any]) -> Path:
     tensors = {slot.name: torch.randn(slot.shape, generator=generator) * 0.2 for slot in slots}
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def save_llama(folder: Path) -> Path:
+    """The folder, with a Llama of random weights, 26 MB."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+    }
+    return save_random(folder, config)

@@ -58,21 +58,6 @@ async def start(own_run_folder: Path) -> AsyncIterator[Start]:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of random weights, 26 MB, under the names that such checkpoints have."""
-    from checkpoints import save_random
+    from checkpoints import save_llama
 
-    folder = tmp_path_factory.mktemp("llama")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 2048,
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "max_position_embeddings": 512,
-    }
-    return save_random(folder, config)
+    return save_llama(tmp_path_factory.mktemp("llama"))
