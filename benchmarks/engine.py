@@ -135,7 +135,8 @@ class EngineLoop:
         self.engine = AutoregressiveEngine.build(model, task, settings)
 
     def measure(self, batch: int) -> dict[str, float]:
-        """Milliseconds, from the mean of all steps. ``host_ms``: what the thread did besides waiting.
+        """Milliseconds, from the mean of all steps. ``host_ms``: what the thread did besides waiting,
+        of it ``launch_ms`` to launch the steps.
 
         ``context``: mean positions of a request, mid-way. Admission takes steps in which the first requests grow, so
         prompts are shortened until the mean is what was asked for.
@@ -154,10 +155,12 @@ class EngineLoop:
         seconds, after = time.perf_counter() - started, self.engine.stats()
         self._clear(batch)
         waited = after.get("wait_seconds", 0.0) - before.get("wait_seconds", 0.0)
+        launching = after.get("launch_seconds", 0.0) - before.get("launch_seconds", 0.0)
         return {
             "context": at,
             "step_ms": 1e3 * seconds / self.steps,
             "host_ms": 1e3 * (seconds - waited) / self.steps,
+            "launch_ms": 1e3 * launching / self.steps,
             "frames_per_s": batch * self.steps / seconds,
         }
 
