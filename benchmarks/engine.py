@@ -148,6 +148,7 @@ class EngineLoop:
                 break
             length = max(1, length - round(at - self.context))
             self._clear(batch)
+        _wait()  # or the step under way would be counted on top
         before, started = self.engine.stats(), time.perf_counter()
         for _ in range(self.steps):
             self.engine.step()

@@ -56,7 +56,7 @@ def check_attention(
     n = len(rows)
     merged = torch.randn(n, (query_heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
     norms = (torch.rand(head_dim, dtype=dtype, device=device), torch.rand(head_dim, dtype=dtype, device=device))
-    angles = torch.rand(n, 1, head_dim // 2, device=device)
+    angles = torch.rand(head_dim // 2, n, device=device).T[:, None]  # laid out as rotation over several axes may be
     rotation = (angles.cos().to(dtype), angles.sin().to(dtype))
     sizes = [query_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in merged.split(sizes, -1))
@@ -78,7 +78,7 @@ def check_add_norm(device: str, dtype: torch.dtype, width: int) -> float:
     x, delta = (torch.randn(5, width, dtype=dtype, device=device) for _ in range(2))
     weight = torch.rand(width, dtype=dtype, device=device)
     total = x + delta
-    result = elementwise.add_norm(x, delta, weight, EPS)
+    result = elementwise.add_norm(x, delta.T.contiguous().T, weight, EPS)
     first = elementwise.add_norm(total.clone(), None, weight, EPS)
     expected = rms_norm(total, weight, EPS)
     return max(difference(x, total), difference(result, expected), difference(first, expected))
@@ -86,7 +86,7 @@ def check_add_norm(device: str, dtype: torch.dtype, width: int) -> float:
 
 def check_silu_mul(device: str, dtype: torch.dtype, width: int) -> float:
     torch.manual_seed(2)
-    gate_up = torch.randn(5, 2 * width, dtype=dtype, device=device)
+    gate_up = torch.randn(2 * width, 5, dtype=dtype, device=device).T
     gate, up = gate_up.chunk(2, -1)
     return difference(elementwise.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
 

@@ -47,8 +47,8 @@ def test_paged_attention(dtype: torch.dtype, heads: tuple[int, int, int], tiled:
             assert off < TOLERANCE[dtype], (window, splits)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 40, 64])
-@pytest.mark.parametrize(("outputs", "inputs"), [(2560, 4096), (6144, 2560), (1024, 512)])
+@pytest.mark.parametrize("rows", [1, 2, 16, 24, 32, 40, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), [(2560, 4096), (6144, 2560), (1024, 512), (384, 576)])
 def test_products_of_few_rows(rows: int, outputs: int, inputs: int) -> None:
     """Against float64: as near as the library's own product is, whose sums are rounded as often."""
     torch.manual_seed(0)
@@ -101,9 +101,10 @@ def test_elementwise(dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("rows", [1, 7, 64, 300])
 @pytest.mark.parametrize("hidden", [72, 2048])
 def test_experts(dtype: torch.dtype, rows: int, hidden: int) -> None:
+    within = TOLERANCE[dtype] * max(1, hidden / 512)  # the reference rounds its sums in another order
     for experts, choices in ((4, 1), (16, 2), (64, 8)):
         off = check_moe("cuda", dtype, rows=rows, experts=experts, choices=choices, hidden=hidden)
-        assert off < TOLERANCE[dtype], (experts, choices)
+        assert off < within, (experts, choices)
 
 
 @DTYPES

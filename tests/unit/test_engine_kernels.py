@@ -62,3 +62,36 @@ def test_the_experts_kernels_compile_for_a_gpu(tile: int) -> None:
         places = {(names.index(name),): value for name, value in constants.items()}
         compiled = compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32))
         assert "mma" in compiled.asm["ptx"] or kernel is moe._order
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 24, 64])
+def test_products_of_few_rows_compile_for_a_gpu(rows: int, gated: bool) -> None:
+    """By the tensor cores' instructions, within a processor's shared memory."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sgl_omni.engine.kernels import linear
+
+    for outputs, inputs in ((6144, 2560), (2560, 4096)):
+        tiling = linear._tiling(rows, outputs, inputs, gated)
+        types = {
+            "x_tiles": f"tensordesc<bf16[{tiling.rows}, {tiling.inputs}]>",
+            "weight": "*bf16",
+            "weight_tiles": f"tensordesc<bf16[{tiling.outputs}, {tiling.inputs}]>",
+            "out": "*bf16" if gated else "*fp32",
+            **dict.fromkeys(("rows", "outputs", "inputs", "splits"), "i32"),
+        }
+        constants = {
+            "GATED": gated,
+            "ROWS": tiling.rows,
+            "OUTPUTS": tiling.outputs,
+            "INPUTS": tiling.inputs,
+            "AHEAD": tiling.ahead,
+            "SWAPPED": tiling.swapped,
+        }
+        signature = types | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(linear._linear, signature=signature, constexprs=constants)
+        done = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": tiling.stages})
+        assert "wgmma" in done.asm["ptx"] or "mma.sync" in done.asm["ptx"]
+        assert done.metadata.shared <= 227 * 1024

@@ -103,7 +103,9 @@ def test_positions_of_several_axes_turn_as_in_transformers(model: str) -> None:
     half = torch.cat([-q[..., 16:], q[..., :16]], -1)
     expected = q * cosine[0, :, None] + half * sine[0, :, None]
     rope = Rope(RopeConfig.parse({"rope_parameters": section}), 32, "cpu")
-    torch.testing.assert_close(rotate(q, rope(positions, torch.float32)), expected)
+    rotation = rope(positions, torch.float32)
+    torch.testing.assert_close(rotate(q, rotation), expected)
+    assert all(part.is_contiguous() for part in rotation)
     equal = rope(positions[:1].expand(3, -1), torch.float32)
     plain = Rope(RopeConfig(theta=1000.0), 32, "cpu")(positions[:1], torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(equal, plain, strict=True))

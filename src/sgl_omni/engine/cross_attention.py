@@ -132,9 +132,10 @@ class RowSourceAttend:
         from sgl_omni.engine.kernels import attention
 
         # A place is as good as a sequence of one page.
+        q = q.contiguous()
         out, splits = torch.empty_like(q), attention.splits_for(q.shape[0], keys.shape[2], q.device)
         attention.decode_attention(
-            q.contiguous(), keys, values, self._pool.tables, self._places, self._last_frames, None, splits, out
+            q, keys, values, self._pool.tables, self._places, self._last_frames, None, splits, out
         )
         return out
 

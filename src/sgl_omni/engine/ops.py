@@ -13,13 +13,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of x and ``delta`` [n, width], and its RMS norm. On a GPU the sum takes the place of x.
+    """The sum of x and ``delta`` [n, width], and its RMS norm. On a GPU the sum takes the place of a contiguous x.
 
     ``delta`` may be what ``partial_linear`` returns.
     """
     if x.is_cuda:
         from sgl_omni.engine.kernels import elementwise
 
+        x = x.contiguous()
         return x, elementwise.add_norm(x, delta, weight, eps)
     total = x if delta is None else x + delta
     return total, rms_norm(total, weight, eps)
@@ -70,5 +71,5 @@ def embed(ids: Tensor, offsets: Tensor, table: Tensor) -> Tensor:
     if table.is_cuda:
         from sgl_omni.engine.kernels import state
 
-        return state.embed(ids.contiguous(), offsets, table)
+        return state.embed(ids, offsets, table)
     return F.embedding(ids + offsets, table).sum(1)

@@ -20,8 +20,8 @@ class Rope:
         self._axes = axes(config, head_dim).to(device)
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions int64 [axes, n] -> cosine and sine, each [n, 1, head_dim / 2]."""
-        by_pair = positions[self._axes].T if self.num_axes > 1 else positions[0, :, None]
+        """positions int64 [axes, n] -> cosine and sine, each [n, 1, head_dim / 2] and contiguous, as kernels need."""
+        by_pair = positions[self._axes].T.contiguous() if self.num_axes > 1 else positions[0, :, None]
         angles = (by_pair.float() * self._frequencies).unsqueeze(1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sgl_omni.engine.kernels.elementwise import launches_early, pdl, prefetch_l2
+from sgl_omni.engine.kernels.elementwise import launches_early, need_contiguous, pdl, prefetch_l2
 
 _DECODE_TILE = 64
 _PREFILL_ROWS = 64
@@ -158,6 +158,8 @@ def decode_attention(
     q and out [n, heads, head_dim], keys and values [pages, page_size, kv_heads, head_dim], tables int32 [requests,
     pages of a sequence], rows and positions int64 [n or more].
     """
+    need_contiguous(keys=keys, values=values, out=out)
+    q = q.contiguous()
     n, heads, head_dim = q.shape
     page, kv_heads = keys.shape[1], keys.shape[2]
     block = max(16, triton.next_power_of_2(head_dim))
@@ -282,6 +284,8 @@ def prefill_attention(
 
     The other arguments are those of ``decode_attention``. The rows of a tile follow one another in one sequence.
     """
+    need_contiguous(keys=keys, values=values, out=out)
+    q = q.contiguous()
     _, heads, head_dim = q.shape
     page, kv_heads = keys.shape[1], keys.shape[2]
     _prefill[(tiles.shape[0], heads)](

@@ -19,6 +19,13 @@ def pdl(early: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if early else {}
 
 
+def need_contiguous(**tensors: Tensor) -> None:
+    """Raises ``ValueError`` for a tensor whose rows do not follow one another, as these kernels take for granted."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()} for {tuple(tensor.shape)}")
+
+
 @triton.jit
 def prefetch_l2(pointers):
     """Asks for the cache lines behind a block of pointers."""
@@ -79,6 +86,8 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Ten
 
     ``delta`` is [n, width], or float32 [parts, n, width] to be summed.
     """
+    need_contiguous(x=x)
+    delta = None if delta is None else delta.contiguous()
     rows, width = x.shape
     normed = torch.empty_like(x)
     block = triton.next_power_of_2(width)
@@ -103,7 +112,10 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Ten
 
 
 @triton.jit
-def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -115,14 +127,16 @@ def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[n, 2 * width], the gates first -> silu(gate) * up [n, width]."""
+    gate_up = gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     block = min(1024, triton.next_power_of_2(width))
-    _silu_mul[(rows, triton.cdiv(width, block))](gate_up, out, width, block, num_warps=4)
+    early = launches_early(gate_up.device)
+    _silu_mul[(rows, triton.cdiv(width, block))](gate_up, out, width, block, early, num_warps=4, **pdl(early))
     return out
 
 
-_HEADS_AT_ONCE = 4
+_HEADS_AT_ONCE = 8
 
 
 @triton.jit
@@ -205,6 +219,8 @@ def norm_rotate_write(
     [n, 1, head_dim / 2], ``slots`` int64 [n], keys and values [pages, page_size, kv_heads, head_dim]
     -> q [n, heads, head_dim].
     """
+    need_contiguous(keys=keys, values=values)
+    qkv, slots, cosine, sine = (part.contiguous() for part in (qkv, slots, *rotation))
     rows, parts = qkv.shape[-2], qkv.shape[0] if qkv.dim() == 3 else 1
     kv_heads, head_dim = keys.shape[2], keys.shape[3]
     q = keys.new_empty(rows, heads, head_dim)
@@ -215,8 +231,8 @@ def norm_rotate_write(
         qkv,
         q_weight,
         k_weight,
-        rotation[0],
-        rotation[1],
+        cosine,
+        sine,
         slots,
         q,
         keys,

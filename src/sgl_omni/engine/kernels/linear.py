@@ -20,6 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sgl_omni.engine.kernels.elementwise import prefetch_l2
 
 MOST_ROWS = 64
+_PROCESSORS = 132
+_LEAST_INPUTS = 512
 
 
 @triton.jit
@@ -44,6 +46,7 @@ def _linear(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     AHEAD: tl.constexpr,
+    SWAPPED: tl.constexpr,
 ):
     first = tl.program_id(0) * OUTPUTS
     split = tl.program_id(1)
@@ -56,17 +59,28 @@ def _linear(
             _prefetch(weight, outputs + first, inputs, start, OUTPUTS, AHEAD)
     gdc_wait()
     gdc_launch_dependents()
-    acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    acc_up = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for k in range(start, stop, INPUTS):
-        x = x_tiles.load([0, k])
-        acc = tl.dot(x, tl.trans(weight_tiles.load([first, k])), acc)
-        if GATED:
-            acc_up = tl.dot(x, tl.trans(weight_tiles.load([outputs + first, k])), acc_up)
-    row = tl.arange(0, ROWS)
-    column = first + tl.arange(0, OUTPUTS)
-    inside = (row < rows)[:, None] & (column < outputs)[None, :]
-    at = row[:, None] * outputs + column[None, :]
+    if SWAPPED:
+        acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        for k in range(start, stop, INPUTS):
+            x = tl.trans(x_tiles.load([0, k]))
+            acc = tl.dot(weight_tiles.load([first, k]), x, acc)
+            if GATED:
+                acc_up = tl.dot(weight_tiles.load([outputs + first, k]), x, acc_up)
+        row = tl.arange(0, ROWS)[None, :]
+        column = first + tl.arange(0, OUTPUTS)[:, None]
+    else:
+        acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
+        acc_up = tl.zeros([ROWS, OUTPUTS], tl.float32)
+        for k in range(start, stop, INPUTS):
+            x = x_tiles.load([0, k])
+            acc = tl.dot(x, tl.trans(weight_tiles.load([first, k])), acc)
+            if GATED:
+                acc_up = tl.dot(x, tl.trans(weight_tiles.load([outputs + first, k])), acc_up)
+        row = tl.arange(0, ROWS)[:, None]
+        column = first + tl.arange(0, OUTPUTS)[None, :]
+    inside = (row < rows) & (column < outputs)
+    at = row * outputs + column
     if GATED:
         gate = acc.to(out.dtype.element_ty).to(tl.float32)
         activated = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty)
@@ -76,25 +90,44 @@ def _linear(
 
 
 class Tiling(NamedTuple):
-    """``ahead``: lines of each weight row that are asked for before the input is there."""
+    """How a product is cut: ``rows`` of x at once, ``outputs`` and ``inputs`` of the weight, its inputs in ``splits``.
 
+    ``ahead``: lines of each weight row that are asked for before the input is there. ``swapped``: the weight is the
+    product's left side, which suits the tensor cores where there are few rows.
+    """
+
+    rows: int
     outputs: int
     inputs: int
     splits: int
     stages: int
-    ahead: int
+    ahead: int = 2
+    swapped: bool = False
 
 
 @lru_cache(maxsize=256)
 def _tiling(rows: int, outputs: int, inputs: int, gated: bool) -> Tiling:
-    # Measured on an H200.
+    # Measured on an H200, within whole steps.
+    block = 16 if rows <= 16 else 32 if rows <= 32 else MOST_ROWS
     if gated:
-        return Tiling(outputs=64, inputs=64, splits=1, stages=4, ahead=4)
-    block = 32 if outputs <= 4096 else 64
+        return Tiling(block, 32, 64, 1, stages=4) if block == MOST_ROWS else Tiling(block, 64, 128, 1, stages=3)
+    if block == 16:
+        return Tiling(block, 64, 128, _splits(outputs // 64, inputs, 150, 512), stages=4, swapped=True)
+    if block == 32:
+        return Tiling(block, 32, 128, _splits(outputs // 32, inputs, 300, 1024), stages=4)
+    splits = _splits(outputs // 32, inputs, 300, 1200)
+    # Memory for four stages is there where no more than two programs share a processor.
+    return Tiling(block, 32, 128, splits, stages=4 if outputs // 32 * splits <= 2 * _PROCESSORS else 3)
+
+
+def _splits(programs: int, inputs: int, enough: int, least: int) -> int:
+    """Doubled until there are programs enough, each with at least so many inputs; fewer than processors are too few."""
     splits = 1
-    while outputs // block * splits < 192 and inputs // (2 * splits) >= 512:
+    while inputs // (2 * splits) >= (least if programs * splits >= _PROCESSORS else _LEAST_INPUTS):
+        if programs * splits >= enough:
+            break
         splits *= 2
-    return Tiling(outputs=block, inputs=64, splits=splits, stages=6, ahead=4)
+    return splits
 
 
 def is_few_rows(x: Tensor, weight: Tensor) -> bool:
@@ -102,6 +135,7 @@ def is_few_rows(x: Tensor, weight: Tensor) -> bool:
     return (
         x.is_cuda
         and x.dtype == weight.dtype == torch.bfloat16
+        and x.is_contiguous()
         and x.shape[0] <= MOST_ROWS
         and x.shape[1] % 64 == 0
         and weight.shape[0] % 128 == 0
@@ -114,6 +148,7 @@ def is_split_well(x: Tensor, weight: Tensor) -> bool:
     return (
         x.is_cuda
         and x.dtype == torch.bfloat16
+        and x.is_contiguous()
         and MOST_ROWS < x.shape[0] <= 2 * MOST_ROWS
         and weight.shape[0] <= 4096
         and x.shape[1] % 128 == 0
@@ -146,8 +181,7 @@ def gated_linear(x: Tensor, weight: Tensor, tiling: Tiling | None = None) -> Ten
 
 def _launch(x: Tensor, weight: Tensor, out: Tensor, outputs: int, tiling: Tiling, *, gated: bool) -> None:
     rows, inputs = x.shape
-    block = 16 if rows <= 16 else MOST_ROWS  # between the two there is little to gain, and one more to compile
-    x_tiles = TensorDescriptor(x, [rows, inputs], [inputs, 1], [block, tiling.inputs])
+    x_tiles = TensorDescriptor(x, [rows, inputs], [inputs, 1], [tiling.rows, tiling.inputs])
     weight_tiles = TensorDescriptor(weight, list(weight.shape), [inputs, 1], [tiling.outputs, tiling.inputs])
     _linear[(triton.cdiv(outputs, tiling.outputs), tiling.splits)](
         x_tiles,
@@ -159,11 +193,12 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, outputs: int, tiling: Tiling
         inputs,
         tiling.splits,
         gated,
-        block,
+        tiling.rows,
         tiling.outputs,
         tiling.inputs,
         tiling.ahead,
-        num_warps=4 if block <= 64 else 8,
+        tiling.swapped,
+        num_warps=4,
         num_stages=tiling.stages,
         launch_pdl=True,
     )

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgl_omni.engine.device_rows import Field
+from sgl_omni.engine.kernels.elementwise import need_contiguous
 
 _POSITION = tl.constexpr(int(Field.POSITION))
 _ROPE_OFFSET = tl.constexpr(int(Field.ROPE_OFFSET))
@@ -160,6 +161,7 @@ def _embed(ids, offsets, table, out, width, COLUMNS: tl.constexpr, BLOCK: tl.con
 
 def embed(ids: Tensor, offsets: Tensor, table: Tensor) -> Tensor:
     """ids and offsets int64 [n, columns] and [columns], table [rows, width] -> the rows' sums [n, width]."""
+    ids = ids.contiguous()
     n, columns = ids.shape
     width = table.shape[1]
     out = table.new_empty(n, width)
@@ -191,6 +193,7 @@ def add_arrived(
     x: Tensor, rows: Tensor, given: Tensor, fields: Tensor, ring: Tensor, fallback: Tensor, counts: Tensor
 ) -> None:
     """As ``AddedRows.add``, in place: ring [rows, places, hidden], fallback [rows, hidden], counts int64 [rows]."""
+    need_contiguous(x=x, ring=ring, fallback=fallback)
     n, width = x.shape
     _add_arrived[(n, triton.cdiv(width, 512))](
         x, rows, given, fields, ring, fallback, counts, width, fields.shape[1], ring.shape[1], 512, num_warps=2
