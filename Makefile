@@ -11,9 +11,10 @@ AGAIN := --reruns 1 -rR
 demo: $(STAMP)
 	$(BIN)/sgl-omni demo --out hello.wav
 
-# Unit tests, then those that start real pipelines: two at a time, but for those that have times to keep.
+# Unit tests; a GPU's path by Triton's interpreter; then those that start real pipelines: two at a time, but for those that have times to keep.
 test: $(STAMP)-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration -n 2 --dist loadfile $(AGAIN) -m "not gpu and not alone"
 	$(BIN)/python -m pytest tests/integration $(AGAIN) -m "not gpu and alone"
 

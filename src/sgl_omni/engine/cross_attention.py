@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.kv_cache import KVShape
+from sgl_omni.engine.platform import for_kernels
 from sgl_omni.engine.request import Chunk, Request
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class RowSourceAttend:
 
     def cross(self, layer: int, q: Tensor) -> Tensor:
         keys, values = self._pool.layer(layer)
-        if not q.is_cuda:
+        if not for_kernels(q):
             return attend_places(q, keys, values, self._places, self._pool.lengths)
         from sgl_omni.engine.kernels import attention
 

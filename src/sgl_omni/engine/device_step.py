@@ -16,6 +16,7 @@ from sgl_omni.engine.device_rows import DeviceRows, Field
 from sgl_omni.engine.inserted import LayerRows
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.platform import for_kernels
 from sgl_omni.engine.row_attention import RowLayout, TorchRowAttention, TritonRowAttention
 from sgl_omni.engine.row_state import RowState
 
@@ -73,7 +74,7 @@ def begin_rows(
     rows: Tensor, given: Tensor, given_ids: Tensor, fields: Tensor, tables: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Positions, rope positions, cache slots (all int64 [n]) and ids int64 [n, columns] of the rows of a pass."""
-    if fields.is_cuda:
+    if for_kernels(fields):
         from sgl_omni.engine.kernels import state as kernels
 
         return kernels.begin(rows, given, given_ids, fields, tables, page_size)
@@ -96,7 +97,7 @@ def advance_rows(
 
     Returns the ids. ``delays``: those of the pattern, int32 on the device.
     """
-    if ids.is_cuda:
+    if for_kernels(ids):
         from sgl_omni.engine.kernels import state as kernels
 
         ids = ids.contiguous()
@@ -123,7 +124,7 @@ class DeviceStep:
         self._sources = sources
         self._cache = cache
         self._rows = rows
-        self._attention = TritonRowAttention if cache.device.type == "cuda" else TorchRowAttention
+        self._attention = TritonRowAttention if for_kernels(rows.fields) else TorchRowAttention
         pattern = model.pattern
         self._delays = None if pattern is None else torch.tensor(pattern.delays, dtype=torch.int32, device=cache.device)
 

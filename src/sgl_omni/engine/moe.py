@@ -12,6 +12,7 @@ from sgl_omni.engine.checkpoint import Slot
 from sgl_omni.engine.decoder_config import MoEConfig
 from sgl_omni.engine.layers import GatedMLP, parameter
 from sgl_omni.engine.ops import whole
+from sgl_omni.engine.platform import for_kernels
 from sgl_omni.engine.shard import Shard
 
 
@@ -49,7 +50,7 @@ class MoE(nn.Module):
         return experts, weights.to(x.dtype)
 
     def _routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        if x.is_cuda:
+        if for_kernels(x):
             from sgl_omni.engine.kernels import moe
 
             return moe.routed(x, experts, weights, self.gate_up, self.down)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgl_omni.engine.platform import for_kernels
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Over the last dimension, in float32, rounded, and scaled by ``weight``."""
@@ -17,7 +19,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
     ``delta`` may be what ``partial_linear`` returns.
     """
-    if x.is_cuda:
+    if for_kernels(x):
         from sgl_omni.engine.kernels import elementwise
 
         x = x.contiguous()
@@ -28,7 +30,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[n, 2 * width], the gates first -> silu(gate) * up [n, width]."""
-    if gate_up.is_cuda:
+    if for_kernels(gate_up):
         from sgl_omni.engine.kernels import elementwise
 
         return elementwise.silu_mul(gate_up)
@@ -68,7 +70,7 @@ def whole(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 def embed(ids: Tensor, offsets: Tensor, table: Tensor) -> Tensor:
     """ids int64 [n, columns], offsets int64 [columns], table [rows, width] -> sums of the columns' rows [n, width]."""
-    if table.is_cuda:
+    if for_kernels(table):
         from sgl_omni.engine.kernels import state
 
         return state.embed(ids, offsets, table)

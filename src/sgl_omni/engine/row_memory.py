@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgl_omni.engine.platform import for_kernels
 from sgl_omni.engine.request import Request
 
 
@@ -124,9 +125,9 @@ class AddedRows:
         """Part of a step: adds what has arrived to the inputs x [n, hidden] of outputs, those that are not ``given``.
 
         ``rows`` and ``given`` int64 [n], as in ``StepInputs``; ``fields``: those of all rows, which count outputs in
-        column ``step``. On a GPU in place.
+        column ``step``. By the kernel in place.
         """
-        if x.is_cuda:
+        if for_kernels(x):
             from sgl_omni.engine.kernels import state
 
             state.add_arrived(x, rows, given, fields, self._ring, self._fallback, self._count)

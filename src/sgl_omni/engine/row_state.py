@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sgl_omni.engine.device_rows import DeviceRows, Field, float_bits, float_of
+from sgl_omni.engine.platform import for_kernels
 from sgl_omni.engine.sampler import LARGEST_KERNEL_VOCABULARY, sample_masked, step_keys
 
 Choose = Callable[[Tensor, int], Tensor]
@@ -98,7 +99,7 @@ class RowState:
 
 def choose_rows(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, first_column: int = 0) -> Tensor:
     """Ids int64 [s, columns] by each state's own options; see ``kernels.sampling.sample`` for the arguments."""
-    if logits.is_cuda and logits.shape[-1] <= LARGEST_KERNEL_VOCABULARY:
+    if for_kernels(logits) and logits.shape[-1] <= LARGEST_KERNEL_VOCABULARY:
         from sgl_omni.engine.kernels import sampling
 
         return sampling.sample(logits, fields, rows, ends, first_column)

@@ -15,6 +15,7 @@ _PREFILL_ROWS = 64
 _PREFILL_TILE = 64
 _MAX_SPLITS = 16
 _ENOUGH_PROGRAMS = 512
+_INTERPRETED_PROCESSORS = 4
 
 
 @triton.jit
@@ -133,7 +134,8 @@ def splits_for(rows: int, kv_heads: int, device: torch.device) -> int:
     """Parts of each sequence, so that a small batch still fills the GPU."""
     if rows == 0:
         return 1
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    on_gpu = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else _INTERPRETED_PROCESSORS
     return max(1, min(_MAX_SPLITS, 2 * processors // (rows * kv_heads)))
 
 

@@ -1,0 +1,32 @@
+"""Tests that run a GPU's path on a CPU, the kernels in Triton's interpreter: `TRITON_INTERPRET=1 python -m pytest ...`.
+
+They are slow, so each looks at the first few outputs only. The same models run whole on a GPU in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "unit")]
+
+
+@pytest.fixture(autouse=True)
+def is_interpreted() -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs TRITON_INTERPRET=1, which Triton reads when it is imported")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models are faster so."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
