@@ -5,6 +5,12 @@ For each batch: the engine's own loop at a given context, the same loop written 
 interleaved and all are listed. Prints one JSON object as its last line; nothing of it is asserted anywhere.
 
     python benchmarks/engine.py --shape higgs-4b --batch 1,8,32,64,128 --context 256 --json
+
+``--host`` measures the engine's own work on any machine, without a GPU: the loop in device rows around a model that
+computes nothing. On a CPU a launch is the step, so what it tells is all that the thread does besides: the scheduler,
+reading a step, taking its rows, handing frames on. What a launch takes of the host, only ``launch_ms`` on a GPU says.
+
+    python benchmarks/engine.py --host --batch 1,64,128 --json
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,11 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.device_runner import DeviceRunner
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
-from sgl_omni.engine.model import CausalModel
+from sgl_omni.engine.kv_cache import KVShape
+from sgl_omni.engine.model import CausalModel, StepModel
 from sgl_omni.engine.task import FrameTask, HandOver, InputSpec
 from sgl_omni.engine.weights import OwnWeights, SharePolicy, WeightStore, load_module
 
@@ -79,13 +87,16 @@ SHAPES = {
 }
 
 
+def _endless(shape: Shape) -> DelayPattern:
+    """An end that no head can choose: every request runs to its limit."""
+    return DelayPattern.staircase(shape.columns, eos_id=shape.codebook, pad_id=shape.codebook - 1)
+
+
 def build_model(
     shape: Shape, device: torch.device, dtype: torch.dtype, weights: WeightStore | None = None
 ) -> CausalModel:
     """Random weights, the same each time and small enough that nothing overflows; they live where ``weights`` says."""
     offsets = [i * shape.codebook for i in range(shape.columns)]
-    # An end that no head can choose: every request runs to its limit.
-    pattern = DelayPattern.staircase(shape.columns, eos_id=shape.codebook, pad_id=shape.codebook - 1)
     with torch.device("meta"):
         model = CausalModel(
             DecoderConfig.parse(shape.config),
@@ -93,7 +104,7 @@ def build_model(
             column_offsets=offsets,
             embedding_rows=shape.table_rows,
             head_size=shape.codebook,
-            pattern=pattern,
+            pattern=_endless(shape),
         )
 
     @torch.no_grad()
@@ -117,12 +128,49 @@ def build_model(
     return model.eval()
 
 
+class Nothing(StepModel):
+    """Computes nothing, and draws from two ids: what is left of a step is the engine."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.columns = shape.columns
+        self.pattern = _endless(shape)
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(layers=1, kv_heads=1, head_dim=1, dtype=torch.float32)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        return torch.zeros(len(ids), 1)
+
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(len(hidden), self.columns, 2)
+
+
 class EngineLoop:
     """The engine at one batch: all requests decoding, none of them near its end."""
 
-    def __init__(self, model: CausalModel, shape: Shape, max_batch: int, context: int, steps: int) -> None:
+    def __init__(
+        self,
+        model: StepModel,
+        shape: Shape,
+        max_batch: int,
+        context: int,
+        steps: int,
+        *,
+        device_rows: bool | None = None,
+        apart: bool = False,
+    ) -> None:
+        """``apart``: requests come one a step, so that they hand their frames on in different steps."""
         assert model.pattern is not None
-        inputs = InputSpec(vocab_sizes=(shape.codebook,) * shape.columns, hidden_size=model.config.hidden_size)
+        width = model.embed_ids(torch.zeros(1, shape.columns, dtype=torch.int64, device=model.device)).shape[1]
+        inputs = InputSpec(vocab_sizes=(shape.codebook,) * shape.columns, hidden_size=width)
         task = FrameTask(inputs, model.pattern, hand_over=HandOver(25, 25))
         longest = context + 16 * steps
         settings = EngineSettings(
@@ -131,17 +179,17 @@ class EngineLoop:
             cuda_graph_max_bs=max_batch,
             reuse_prefixes=False,
         )
-        self.shape, self.context, self.steps = shape, context, steps
-        self.engine = AutoregressiveEngine.build(model, task, settings)
+        self.shape, self.context, self.steps, self._apart = shape, context, steps, apart
+        self.engine = AutoregressiveEngine.build(model, task, settings, device_rows=device_rows)
 
     def measure(self, batch: int) -> dict[str, float]:
         """Milliseconds, from the mean of all steps. ``host_ms``: what the thread did besides waiting,
-        of it ``launch_ms`` to launch the steps.
+        of it ``launch_ms`` to launch the steps. One step is under way both when the time begins and when it ends.
 
         ``context``: mean positions of a request, mid-way. Admission takes steps in which the first requests grow, so
         prompts are shortened until the mean is what was asked for.
         """
-        length = self.context - self.steps // 2
+        length = max(1, self.context - self.steps // 2)
         while True:
             at = length + self._admit(batch, length) + self.steps / 2
             if abs(at - self.context) <= 2 or length <= 1:
@@ -152,7 +200,6 @@ class EngineLoop:
         before, started = self.engine.stats(), time.perf_counter()
         for _ in range(self.steps):
             self.engine.step()
-        _wait()
         seconds, after = time.perf_counter() - started, self.engine.stats()
         self._clear(batch)
         waited = after.get("wait_seconds", 0.0) - before.get("wait_seconds", 0.0)
@@ -172,6 +219,8 @@ class EngineLoop:
             ids = torch.randint(0, self.shape.codebook - 1, (length, self.shape.columns), generator=generator)
             options = {"max_frames": 8 * self.steps, "temperature": 0.8, "top_k": 50, "seed": i}
             self.engine.add(str(i), {"prompt_ids": ids.numpy(), **options})
+            if self._apart:
+                self.engine.step()
         while self.engine.stats()["queued"]:
             self.engine.step()
         ahead = statistics.mean(len(request.outputs) for request in self.engine.running)
@@ -229,6 +278,25 @@ class PlainLoop:
         return {"step_ms": 1e3 * seconds / steps, "frames_per_s": batch * steps / seconds}
 
 
+def measure_host(shape: Shape, batches: Sequence[int], context: int, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """``host_us``: microseconds a step that the engine takes besides launching it; see the top of this file."""
+    torch.set_num_threads(1)
+    loops = {
+        name: EngineLoop(Nothing(shape), shape, max(batches), context, steps, device_rows=True, apart=name == "apart")
+        for name in ("together", "apart")
+    }
+    gc.collect()
+    gc.freeze()
+    found = []
+    for number in range(rounds):
+        for batch in batches:
+            for requests, loop in loops.items():
+                times = loop.measure(batch)
+                us = 1e3 * (times["host_ms"] - times["launch_ms"])
+                found.append({"round": number, "batch": batch, "requests": requests, "host_us": us})
+    return found
+
+
 @dataclass(frozen=True)
 class Machine:
     """What it can do, measured: bytes a second of a copy (read plus write), multiply-adds times two a second."""
@@ -280,11 +348,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-plain", action="store_true", help="leave the loop on transformers out")
+    parser.add_argument("--host", action="store_true", help="only the engine's own work, with a model of nothing")
     parser.add_argument("--json", action="store_true", help="only the JSON object")
     args = parser.parse_args()
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape, batches = SHAPES[args.shape], [int(b) for b in args.batch.split(",")]
+    if args.host:
+        found = measure_host(shape, batches, args.context, args.steps, args.rounds)
+        facts = {"benchmark": "engine-host", "columns": shape.columns, "machine": platform.processor() or "cpu"}
+        print(json.dumps({**facts, "context": args.context, "torch": torch.__version__, "rounds": found}))
+        return
     machine = Machine.measured(device, dtype)
     model = build_model(shape, device, dtype)
     loop = EngineLoop(model, shape, max(batches), args.context, args.steps)

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 
 from sgl_omni.engine.device_rows import DeviceRows
+from sgl_omni.engine.output_rows import OutputRows
 from sgl_omni.engine.request import Prompt, Request, Sampling
 from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.sampler import normal, seed_key, step_keys
@@ -47,7 +48,7 @@ def test_keys_and_temperatures_are_those_of_the_request() -> None:
     rows = DeviceRows(4, 1, 2, 0, "cpu")
     for row, seed in ((0, 7), (2, 2**63 + 5)):
         request = request_in(row, sampling=Sampling(temperature=0.5 + row, seed=seed))
-        request.outputs.extend([[1]] * row)
+        request.outputs = OutputRows([[1]] * row)
         rows.follow(request)
     rows.flush()
     state = RowState(rows, torch.tensor([2, 0]), torch.tensor([0, 1]))

@@ -21,6 +21,7 @@ from sgl_omni.engine.decoder_config import DecoderConfig, MoEConfig
 from sgl_omni.engine.kv_cache import KVCache, KVShape
 from sgl_omni.engine.layers import Attention, Embedding, GatedMLP, RMSNorm
 from sgl_omni.engine.moe import MoE
+from sgl_omni.engine.output_rows import OutputRows
 from sgl_omni.engine.request import Prompt, Request, Sampling
 from sgl_omni.engine.rope import Rope, axes, frequencies, rotate
 from sgl_omni.engine.rope_config import RopeConfig
@@ -264,7 +265,7 @@ def drawn(logits: Tensor, options: list[Sampling], outputs: int = 0) -> list[int
         for i, option in enumerate(options)
     ]
     for request in requests:
-        request.outputs = [[0]] * outputs
+        request.outputs = OutputRows([[0]] * outputs)
     ids: list[int] = sample(logits[:, None], SamplingBatch.of(requests))[:, 0].tolist()
     return ids
 

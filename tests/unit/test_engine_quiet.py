@@ -86,10 +86,41 @@ def test_what_comes_of_the_steps_is_the_same_with_few_looks(seed: int) -> None:
 
     assert run(quietly, found, ids, take) == run(plain, expected, ids, Step.read)
     kept.hand_out()
-    assert [r.outputs for r in found] == [r.outputs for r in expected]
+    assert [list(r.outputs) for r in found] == [list(r.outputs) for r in expected]
     rows = sum(len(r.outputs) for r in found) - int(known.sum())
     assert looks + kept.handed_out == rows
     assert looks < rows / 6, "of 20 rows of a request one or two need a look, whatever the others do"
+
+
+class Unending(FrameTask):
+    """Rows with an end id get a look, and are rows like others."""
+
+    def take_all(self, rows: Rows) -> list[tuple[Request, bool]]:
+        taken = []
+        for request, row in rows:
+            request.outputs.append(row)
+            if len(request.outputs) >= request.due:
+                taken.append((request, False))
+        return taken
+
+    def quiet_rows(self, request: Request) -> int:
+        return request.due - 1 - len(request.outputs)
+
+
+def test_an_end_id_that_ends_nothing_leaves_each_row_taken_once() -> None:
+    random = np.random.default_rng(0)
+    ids = random.integers(0, CODES, (STEPS, 8, COLUMNS))
+    ids[random.random((STEPS, 8)) < 0.3, 0] = EOS
+    pattern = DelayPattern((0,) * COLUMNS, EOS, PAD)
+    inputs = InputSpec(vocab_sizes=(12,) * COLUMNS, hidden_size=16)
+    plain, quietly = (Unending(inputs, pattern, hand_over=HandOver(3, 20)) for _ in range(2))
+    none = np.zeros(8, int)
+    expected, found = requests(plain, none), requests(quietly, none)
+    kept = QuietRows(quietly)
+    assert run(quietly, found, ids, kept.take) == run(plain, expected, ids, Step.read)
+    kept.hand_out()
+    assert [list(r.outputs) for r in found] == [list(r.outputs) for r in expected]
+    assert list(found[0].outputs) == ids[:, 0].tolist()
 
 
 def test_hidden_states_are_read_with_their_step() -> None:

@@ -16,6 +16,7 @@ from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.interface import Engine, EngineOutput
 from sgl_omni.engine.model import CausalModel, StepModel, embed_rows
+from sgl_omni.engine.output_rows import OutputRows
 from sgl_omni.engine.request import Chunk, Request
 from sgl_omni.engine.rope_config import RopeConfig
 from sgl_omni.engine.sampler import seed_key
@@ -232,8 +233,8 @@ def test_frames_are_the_same_alone_and_in_a_pool_that_overflows() -> None:
 
 def frames_of(
     device_rows: bool, abort: bool, device: str = "cpu", **settings: Any
-) -> dict[str, tuple[list[int], dict[str, Any]]]:
-    """Codes and result of twelve requests, greedy and random ones, with limits and ends at all kinds of rows."""
+) -> dict[str, tuple[list[list[int]], dict[str, Any]]]:
+    """Chunks and result of twelve requests, greedy and random ones, with limits and ends at all kinds of rows."""
     model, pattern = tiny_model(COLUMNS).to(device), DelayPattern.staircase(COLUMNS, EOS, PAD)
     model.pattern = pattern
     inputs = InputSpec(vocab_sizes=(12,) * COLUMNS, hidden_size=16)
@@ -248,11 +249,11 @@ def frames_of(
     if abort:
         engine.abort("1")
         engine.abort("3")
-    codes: dict[str, list[int]] = {}
-    results: dict[str, tuple[list[int], dict[str, Any]]] = {}
+    codes: dict[str, list[list[int]]] = {}
+    results: dict[str, tuple[list[list[int]], dict[str, Any]]] = {}
     for output in chain(first, stepping(engine)):
         for chunk in output.chunks:
-            codes.setdefault(output.request_id, []).extend(chunk["codes"].tolist())
+            codes.setdefault(output.request_id, []).append(chunk["codes"].tolist())
         if output.result is not None:
             results[output.request_id] = (codes.get(output.request_id, []), output.result)
     return results
@@ -332,7 +333,7 @@ def test_a_delay_pattern_fills_what_has_no_code() -> None:
     assert rows == [[1, PAD, PAD], [4, 5, PAD], [EOS, 8, 9], [PAD, PAD, 1], [PAD, PAD, PAD]]
     assert [pattern.known_frames(n, None) for n in range(5)] == [0, 0, 0, 1, 2]
     assert pattern.known_frames(5, end=2) == 2
-    assert pattern.frames(rows, 0, 2).tolist() == [[1, 5, 9], [4, 8, 1]]
+    assert pattern.frames(OutputRows(rows), 0, 2).tolist() == [[1, 5, 9], [4, 8, 1]]
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 + 5, -7])

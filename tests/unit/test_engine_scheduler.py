@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sgl_omni.engine.engine import AutoregressiveEngine
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.kv_cache import PagePool
+from sgl_omni.engine.output_rows import OutputRows
 from sgl_omni.engine.request import Chunk, Prompt, Request, Segment
 from sgl_omni.engine.scheduler import Limits, Scheduler
 from sgl_omni.engine.task import InputSpec, TokenTask
@@ -454,7 +455,7 @@ def test_a_request_that_is_retracted_with_its_last_output_on_its_way_follows_whe
     while young.pages:  # each row takes a page, and no output is read yet
         scheduler.complete(scheduler.schedule())
     assert young.awaits_output
-    young.outputs += [[5]] * young.launched
+    young.outputs = OutputRows([[5]] * young.launched)
     scheduler.follow(young)
     assert (young.prompt, young.pages, list(scheduler.waiting)) == (second.prompt, [], [young])
     scheduler.remove(old)

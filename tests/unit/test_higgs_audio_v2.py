@@ -163,9 +163,9 @@ def test_rows_equal_generate(higgs: Higgs, device_rows: bool) -> None:
     taken: dict[str, list[list[int]]] = {}
 
     class Recording(HiggsTask):
-        def take(self, request: Any, row: list[int]) -> bool:
-            taken.setdefault(request.id, []).append(row[1:])
-            return super().take(request, row)
+        def result(self, request: Any) -> dict[str, Any]:
+            taken[request.id] = [row[1:] for row in request.outputs]
+            return super().result(request)
 
     options = EngineSettings(max_total_tokens=2048)
     engine = AutoregressiveEngine.build(higgs.model, Recording(higgs.model.spec), options, device_rows=device_rows)

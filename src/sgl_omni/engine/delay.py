@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from sgl_omni.engine.output_rows import OutputRows
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,21 @@ class DelayPattern:
         known = max(0, rows - self.longest)
         return known if end is None else min(known, end)
 
-    def frames(self, rows: Sequence[Sequence[int]], start: int, stop: int) -> npt.NDArray[np.int16]:
+    def frames(self, outputs: OutputRows, start: int, stop: int) -> npt.NDArray[np.int16]:
         """The codes of known frames [stop - start, codebooks]."""
-        block = np.asarray(rows[start : stop + self.longest], dtype=np.int16).reshape(-1, len(self.delays))
-        frame = np.arange(stop - start)[:, None]
-        return block[frame + self._delays, np.arange(len(self.delays))]
+        return undelayed(outputs.array(start, stop + self.longest), self.delays, stop - start)
 
-    @cached_property
-    def _delays(self) -> npt.NDArray[np.int64]:
-        return np.asarray(self.delays)
+
+def undelayed(rows: npt.NDArray[np.int64], delays: tuple[int, ...], frames: int) -> npt.NDArray[np.int16]:
+    """The codes [frames, codebooks] of the first frames in rows [n, codebooks], whose columns come so much later."""
+    return rows.take(_places(delays, frames)).astype(np.int16)
+
+
+@lru_cache
+def _places(delays: tuple[int, ...], frames: int) -> npt.NDArray[np.int64]:
+    """[frames, codebooks]: where the codes of frames lie among all ids of their rows, one after another."""
+    rows = np.arange(frames)[:, None] + np.asarray(delays)
+    return rows * len(delays) + np.arange(len(delays))
 
 
 def forced_ids(steps: Tensor, ends: Tensor, delays: Tensor, before_id: int, after_id: int) -> Tensor:

@@ -17,7 +17,7 @@ from sgl_omni.engine.device_rows import DeviceRows
 from sgl_omni.engine.device_step import DeviceStep, StepInputs, StepOutput, step_size
 from sgl_omni.engine.graphs import StepGraphs, bucket_rows
 from sgl_omni.engine.kv_cache import KVCache
-from sgl_omni.engine.launched import Launched, StepTimes, WantedHidden
+from sgl_omni.engine.launched import Launched, OutputBuffer, StepTimes, WantedHidden
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.pass_inputs import describe, gather_given, tiled
 from sgl_omni.engine.request import Chunk, Request
@@ -36,6 +36,7 @@ class _Pass:
     """A pass as it was last launched, which is all that a repetition needs.
 
     ``from_state``: no row was told its position, so that the same inputs run each request one row further.
+    ``bucket`` and ``output``: the graph that it was, and what this writes to.
     """
 
     owners: Sequence[tuple[Request, int]]
@@ -44,7 +45,8 @@ class _Pass:
     outputs_only: bool
     from_state: bool
     wanted: WantedHidden | None
-    bucket: int | None
+    bucket: int | None = None
+    output: StepOutput | None = None
 
 
 class DeviceRunner:
@@ -89,14 +91,16 @@ class DeviceRunner:
         self._sources = sources
         self._step = DeviceStep(model, cache, self._rows, sources)
         self._continues_at = [-1] * max_rows
-        self._chosen = [self._output_buffer() for _ in range(_BUFFERS)]
+        on_gpu = cache.device.type == "cuda"
+        self._buffers = [OutputBuffer(max_rows, model.columns) for _ in range(_BUFFERS)] if on_gpu else []
         self._turn = 0
+        self._stream: torch.cuda.Stream | None = None
         self._last: _Pass | None = None
         self._repeated = 0
         self._times = StepTimes()
         self._graphs: StepGraphs | None = None
         self._output_graphs: StepGraphs | None = None
-        if graph_batch and cache.device.type == "cuda":
+        if graph_batch and on_gpu:
             self._capture(bucket_rows(min(graph_batch, max_rows), graph_rows))
 
     @property
@@ -111,6 +115,8 @@ class DeviceRunner:
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
         started = time.perf_counter()
         self._settle()
+        if self._buffers:
+            self._stream = torch.cuda.current_stream(self._device)
         decodes: list[Chunk] = []
         prompts: list[Chunk] = []
         for chunk in chunks:
@@ -186,42 +192,43 @@ class DeviceRunner:
         if bucket is not None:
             self._graph_inputs[: len(flat)].copy_(to_device(flat, self._device), non_blocking=True)
             inputs = StepInputs.of(self._graph_inputs, n, self._columns, s)
-            self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, wanted, bucket)
-            return self._hand_out(owners, self._replay(bucket, outputs_only), wanted)
+            output = StepOutput(self._graph_chosen[: len(owners)], self._graph_hidden)
+            self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, wanted, bucket, output)
+            self._replay(bucket, outputs_only)
+            return self._hand_out(owners, output, wanted)
         inputs = StepInputs.of(to_device(flat, self._device), n, self._columns, s)
-        self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, wanted, None)
+        self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, wanted)
         output = self._step(inputs, tiled(decodes, prompts), more, outputs_only=outputs_only)
         return self._hand_out(owners, output, wanted)
 
     def _run_again(self, last: _Pass) -> StepOutput:
-        if last.bucket is None:
+        if last.bucket is None or last.output is None:
             return self._step(last.inputs, outputs_only=last.outputs_only)
-        return self._replay(last.bucket, last.outputs_only)
+        self._replay(last.bucket, last.outputs_only)
+        return last.output
 
-    def _replay(self, bucket: int, outputs_only: bool) -> StepOutput:
+    def _replay(self, bucket: int, outputs_only: bool) -> None:
         graphs = self._output_graphs if outputs_only else self._graphs
         assert graphs is not None
         graphs.replay(bucket)
-        return StepOutput(self._graph_chosen, self._graph_hidden)
 
     def _hand_out(
         self, owners: Sequence[tuple[Request, int]], output: StepOutput, wanted: WantedHidden | None
     ) -> Launched:
+        """``output.ids`` are those of the owners, and no others."""
         self._times.steps += 1
-        count = len(owners)
         hidden = None if wanted is None else output.hidden[wanted.at]
-        if self._device.type != "cuda":
-            return Launched(owners, output.ids[:count], None, self._times, self._model, wanted, hidden)
+        if not self._buffers:
+            return Launched(owners, output.ids.numpy(), None, self._times, self._model, wanted, hidden)
         self._turn = (self._turn + 1) % _BUFFERS
-        rows = self._chosen[self._turn][:count]
-        rows.copy_(output.ids[:count], non_blocking=True)
+        buffer = self._buffers[self._turn]
+        rows = buffer.copy(output.ids)
         if hidden is not None:
             # These go on to other stages as they are, so each step has pinned memory of its own.
             kept = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
             hidden = kept.copy_(hidden, non_blocking=True)
-        event = torch.cuda.Event(blocking=True)
-        event.record()
-        return Launched(owners, rows, event, self._times, self._model, wanted, hidden)
+        buffer.event.record(self._stream)
+        return Launched(owners, rows, buffer.event, self._times, self._model, wanted, hidden)
 
     @torch.inference_mode()
     def _capture(self, buckets: Sequence[int]) -> None:
@@ -250,10 +257,6 @@ class DeviceRunner:
         rows = ", ".join(map(str, self._graphs.buckets))
         seconds = sum(graphs.capture_seconds for graphs in self._all_graphs)
         log.info("captured CUDA graphs for steps of %s rows in %.1f s", rows, seconds)
-
-    def _output_buffer(self) -> Tensor:
-        buffer = torch.zeros(self._max_rows, self._columns, dtype=torch.int64)
-        return buffer.pin_memory() if self._device.type == "cuda" else buffer
 
 
 def _inputs_like(model: StepModel) -> Tensor:

@@ -163,7 +163,7 @@ def embed_rows(model: StepModel, chunks: Sequence[Chunk]) -> Tensor:
                 ids.append(torch.zeros(split - chunk.start, model.columns, dtype=torch.int64))
         if chunk.stop > split:
             first = max(chunk.start, split) - request.prompt_length
-            ids.append(torch.tensor(request.outputs[first : chunk.stop - request.prompt_length]))
+            ids.append(torch.from_numpy(request.outputs.array(first, chunk.stop - request.prompt_length)))
         row += chunk.length
     x = model.embed_ids(torch.cat(ids).to(model.device))
     for start, rows in given:

@@ -117,4 +117,4 @@ def _fill_ids(ids: np.ndarray[tuple[int, int], np.dtype[np.int64]], chunk: Chunk
         ids[:count] = request.prompt.ids[chunk.start : split].numpy()
     if chunk.stop > split:
         first = max(chunk.start, split) - request.prompt_length
-        ids[count:] = request.outputs[first : chunk.stop - request.prompt_length]
+        ids[count:] = request.outputs.array(first, chunk.stop - request.prompt_length)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from sgl_omni.engine.request import LARGEST, Request
+from sgl_omni.engine.request import Request
 from sgl_omni.engine.runner import LaunchedStep
 from sgl_omni.engine.task import Task
 
@@ -28,7 +29,7 @@ class QuietRows:
         self._kept = np.empty((0, 0, 0), np.int64)
         self._count = 0
         self._given: list[int] = []  # how many of the kept rows each request has
-        self._quiet_until = np.empty(0, np.int64)
+        self._due: dict[int, set[int]] = {}  # whose row of a step needs a look, by how many are kept before it
         self._again: Sequence[int] = ()  # whose rows were handed out in the last step
         self.handed_out = 0
 
@@ -45,20 +46,12 @@ class QuietRows:
         for i in self._again:
             self._look_at(i)
         rows = step.rows()
-        due: list[int] = np.flatnonzero((self._quiet_until <= self._count) | self._task.ends(rows)).tolist()
         if len(rows) > self._kept.shape[1]:  # the owners' first
             self._kept = np.empty((_STEPS, *rows.shape), np.int64)
         self._kept[self._count, : len(rows)] = rows
+        self._again = due = self._due_now(rows)
         self._count += 1
-        found: list[tuple[Request, list[int]]] = []
-        for i, row in zip(due, rows[due].tolist(), strict=True):
-            request, sequence = step.owners[i]
-            if request.sequence == sequence:
-                self._give(i, self._count - 1)
-                self._given[i] = self._count
-                found.append((request, row))
-        self._again = due
-        return found
+        return self._found(rows, due) if due else []
 
     def hand_out(self) -> None:
         """Gives all that was kept to its requests, but for those that have ended since."""
@@ -71,13 +64,34 @@ class QuietRows:
         self._is_read_whole = any(request.hidden is not None for request, _ in owners)  # these belong to their step
         self._count = 0
         self._given = [0] * len(owners)
-        self._quiet_until = np.empty(len(owners), np.int64)
+        self._due = {}
         self._again = range(len(owners))
 
     def _look_at(self, i: int) -> None:
         request, sequence = self._owners[i]
-        is_here = request.sequence == sequence
-        self._quiet_until[i] = self._count + self._task.quiet_rows(request) if is_here else LARGEST
+        if request.sequence == sequence:
+            at = self._count + max(0, self._task.quiet_rows(request))
+            self._due.setdefault(at, set()).add(i)
+
+    def _due_now(self, rows: npt.NDArray[np.int64]) -> list[int]:
+        """Whose row of this step needs a look. It is looked for in lists: numpy takes longer to begin than these do."""
+        due = self._due.pop(self._count, set())
+        some = rows[:, self._task.end_columns]
+        ids: list[int] = some.ravel().tolist()
+        end_ids = self._task.end_ids
+        if not end_ids.isdisjoint(ids):
+            due.update(at // some.shape[1] for at, each in enumerate(ids) if each in end_ids)
+        return sorted(due)
+
+    def _found(self, rows: npt.NDArray[np.int64], due: Sequence[int]) -> list[tuple[Request, list[int]]]:
+        found: list[tuple[Request, list[int]]] = []
+        for i, row in zip(due, rows[due].tolist(), strict=True):
+            request, sequence = self._owners[i]
+            if request.sequence == sequence:
+                self._give(i, self._count - 1)
+                self._given[i] = self._count
+                found.append((request, row))
+        return found
 
     def _give_all(self) -> None:
         for i in range(len(self._owners)):
@@ -88,6 +102,6 @@ class QuietRows:
         request, sequence = self._owners[i]
         start = self._given[i]
         if start < stop and request.sequence == sequence:
-            request.outputs.extend(self._kept[start:stop, i].tolist())
+            request.outputs.append_block(self._kept[start:stop, i])
             self.handed_out += stop - start
             self._given[i] = stop

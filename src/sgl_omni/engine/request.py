@@ -16,6 +16,7 @@ from torch import Tensor
 from sgl_omni.engine.hidden import HiddenRows
 from sgl_omni.engine.inputs import ArrivingInput
 from sgl_omni.engine.inserted import Inserted
+from sgl_omni.engine.output_rows import OutputRows
 from sgl_omni.errors import InvalidRequest
 
 LARGEST = 2**31 - 1
@@ -186,7 +187,7 @@ class Request:
     source: Tensor | None = None
     place: int = -1
     arrival: int = -1
-    outputs: list[list[int]] = field(default_factory=list[list[int]])
+    outputs: OutputRows = field(default_factory=OutputRows)
     finish_reason: str | None = None
     page_keys: list[bytes] = field(default_factory=list[bytes])
     pages: list[int] = field(default_factory=list[int])
@@ -267,7 +268,7 @@ class Request:
         if following.source is not None:
             self.source = following.source
         self.drawn += len(self.outputs)
-        self.outputs = []
+        self.outputs = OutputRows()
         self.sent = self.computed = self.launched = self.due = 0
         self.sequence += 1
 

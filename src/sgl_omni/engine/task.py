@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,6 +33,11 @@ class Task(ABC):
     hands_hidden: bool = False
     """Whether ``parse`` gives requests ``HiddenRows``, so that steps must keep hidden states."""
 
+    end_ids: frozenset[int] = frozenset()
+    """A row with one of these among its ``end_columns`` needs a look whatever ``quiet_rows`` said: it may be an end."""
+
+    end_columns: slice = slice(1)
+
     @abstractmethod
     def parse(self, request_id: str, payload: Payload) -> Request:
         """Raises ``InvalidRequest`` for input that this model can never serve."""
@@ -56,12 +60,8 @@ class Task(ABC):
         return [(request, ended) for request, ended in taken if ended or len(request.outputs) >= request.due]
 
     def quiet_rows(self, request: Request) -> int:
-        """Rows that it can take before it has something to hand on or ends, unless by what a row says."""
+        """Rows that it can take before it has something to hand on or ends, unless by one of ``end_ids``."""
         return 0
-
-    def ends(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which of these rows [n, columns] end their requests by what they say."""
-        return np.zeros(len(rows), np.bool_)
 
     def chunk(self, request: Request) -> Payload | None:
         """What can be handed on now and has not been."""
@@ -337,6 +337,7 @@ class FrameTask(Task):
     ) -> None:
         self._inputs = inputs
         self.pattern = pattern
+        self.end_ids = frozenset([pattern.eos_id])
         self._hand_over = hand_over or HandOver()
         self._default_max_frames = default_max_frames
 
@@ -377,9 +378,6 @@ class FrameTask(Task):
         if request.frame_end >= 0 or known < self.pattern.longest:
             return 0
         return min(request.frame_limit, request.max_outputs - 1, request.due - 1) - known
-
-    def ends(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        return rows[:, 0] == self.pattern.eos_id
 
     def take(self, request: Request, row: list[int]) -> bool:
         """The row may have the pattern's ids already, if the step was run where that is done."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Request
@@ -34,6 +33,7 @@ class SpeechRowsTask(Task):
     ) -> None:
         self._inputs = inputs
         self._end_id = end_id
+        self.end_ids = frozenset([end_id])
         self._max_positions = max_positions
         self._default_max_frames = default_max_frames
         self._hand_over = hand_over or HandOver()
@@ -55,16 +55,13 @@ class SpeechRowsTask(Task):
     def quiet_rows(self, request: Request) -> int:
         return min(request.max_outputs, request.due) - 1 - len(request.outputs)
 
-    def ends(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        return rows[:, 0] == self._end_id
-
     def chunk(self, request: Request) -> Payload | None:
         if request.sent == len(request.outputs):
             return None
-        new = [row[1:] for row in request.outputs[request.sent :]]
+        new = request.outputs.array(request.sent)[:, 1:]
         request.sent = len(request.outputs)
         request.due = request.sent + self._hand_over.frames_after(request.sent)
-        return {"codes": np.asarray(new, dtype=np.int16), "speed": request.task.speed}
+        return {"codes": new.astype(np.int16), "speed": request.task.speed}
 
     def result(self, request: Request) -> Payload:
         return {

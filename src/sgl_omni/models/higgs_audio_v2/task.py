@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.delay import undelayed
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Prompt, Request
 from sgl_omni.engine.task import InputSpec, Task, frames_asked, number, parse_sampling
@@ -51,8 +52,12 @@ class FramesTask(Task):
     lead: int
     """Output rows before the first that holds a code of a frame."""
 
+    end_columns = slice(1, None)
+
     def __init__(self, spec: FramesSpec, default_max_frames: int) -> None:
         self._frames = spec
+        self._delays = tuple(range(spec.num_codebooks))
+        self.end_ids = frozenset([spec.stream_eos_id])
         self._default_max_frames = default_max_frames
         hidden = spec.decoder.hidden_size
         self._text = InputSpec(vocab_sizes=(spec.decoder.vocab_size,), hidden_size=hidden)
@@ -76,6 +81,7 @@ class FramesTask(Task):
             prompt,
             max_outputs=frames + delay,
             sampling=parse_sampling(payload),
+            due=delay + 1,
             task=number(payload, "speed", 1.0),
         )
 
@@ -106,16 +112,19 @@ class FramesTask(Task):
             request.finish_reason = "length"
         return request.finish_reason is not None
 
+    def quiet_rows(self, request: Request) -> int:
+        if request.frame_end >= 0:
+            return 0
+        return min(request.max_outputs, request.due) - 1 - len(request.outputs)
+
     def chunk(self, request: Request) -> Payload | None:
         known, sent = self._known(request), request.sent
         if known <= sent:
             return None
         request.sent = known
         request.due = self.lead + known + HAND_OVER_FRAMES + self._frames.num_codebooks - 1
-        outputs = request.outputs[self.lead + sent : self.lead + known + self._frames.num_codebooks - 1]
-        rows = np.asarray([row[1:] for row in outputs], dtype=np.int16)
-        diagonals = [rows[k : k + known - sent, k] for k in range(self._frames.num_codebooks)]
-        codes = np.stack(diagonals, 1).clip(0, self._frames.codec_size - 1)
+        outputs = request.outputs.array(self.lead + sent, self.lead + known + self._frames.num_codebooks - 1)
+        codes = np.minimum(undelayed(outputs[:, 1:], self._delays, known - sent), self._frames.codec_size - 1)
         return {"codes": codes} if request.task == 1.0 else {"codes": codes, "speed": request.task}
 
     def result(self, request: Request) -> Payload:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sgl_omni.engine.interface import Payload
@@ -55,8 +54,7 @@ class AsrTask(Task):
     ) -> None:
         """``pool_tokens``: what the KV pool holds. ``max_positions``: what the model can attend over."""
         self._inputs = inputs
-        self._eos_ids = frozenset(eos_ids)
-        self._eos = np.asarray(sorted(self._eos_ids), dtype=np.int64)
+        self.end_ids = frozenset(eos_ids)
         # The last output is never run, so it takes neither a position nor room in the pool.
         self._room, self._what = min(
             (pool_tokens + 1, "the KV pool holds"),
@@ -123,7 +121,7 @@ class AsrTask(Task):
         if transcript.ended:
             transcript.at, transcript.ended, transcript.has_end = transcript.at + 1, False, False
         request.outputs.append(row)
-        transcript.has_end = row[0] in self._eos_ids
+        transcript.has_end = row[0] in self.end_ids
         if not transcript.has_end and not request.is_at_limit:
             return False
         self._end_window(request, transcript)
@@ -146,9 +144,6 @@ class AsrTask(Task):
         if request.task.ended:
             return 0  # the first row of a window must be taken by itself
         return min(request.max_outputs, request.due) - 1 - len(request.outputs)
-
-    def ends(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        return np.isin(rows[:, 0], self._eos)
 
     def chunk(self, request: Request) -> Payload | None:
         transcript: Transcript = request.task

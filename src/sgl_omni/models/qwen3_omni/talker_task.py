@@ -59,9 +59,9 @@ class TalkerTask(Task):
     def chunk(self, request: Request) -> Payload | None:
         if request.sent == len(request.outputs):
             return None
-        new = request.outputs[request.sent :]
+        new = request.outputs.array(request.sent).astype(np.int16)
         request.sent = len(request.outputs)
-        return {"codes": np.asarray(new, dtype=np.int16)}
+        return {"codes": new}
 
     def result(self, request: Request) -> Payload:
         return {

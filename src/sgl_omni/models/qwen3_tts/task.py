@@ -39,6 +39,7 @@ class TalkerTask(Task):
     def __init__(self, spec: TalkerSpec, prompts: PromptBuilder) -> None:
         self._spec = spec
         self._prompts = prompts
+        self.end_ids = frozenset([spec.eos_id])
 
     def parse(self, request_id: str, payload: Payload) -> Request:
         reference = payload.get("reference_codes")
@@ -84,14 +85,10 @@ class TalkerTask(Task):
     def quiet_rows(self, request: Request) -> int:
         return min(request.max_outputs, request.due) - 1 - len(request.outputs)
 
-    def ends(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        return rows[:, 0] == self._spec.eos_id
-
     def chunk(self, request: Request) -> Payload | None:
-        new = request.outputs[request.sent :]
-        if not new:
+        if request.sent == len(request.outputs):
             return None
-        made: Payload = {"codes": np.asarray(new, dtype=np.int16)}
+        made: Payload = {"codes": request.outputs.array(request.sent).astype(np.int16)}
         if request.sent == 0:
             voiced: _Voiced = request.task
             made |= {"speed": voiced.speed, "reference_codes": voiced.reference_codes}

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.task import InputSpec, Task, parse_sampling, whole_number
@@ -66,9 +63,8 @@ class TextTask(Task):
         """``pool_tokens``: what the KV pool holds. ``max_positions``: what the model can attend over."""
         self._inputs = inputs
         self._tokenizer = tokenizer
-        self._eos_ids = frozenset(eos_ids)
+        self.end_ids = frozenset(eos_ids)
         self._together = 1
-        self._eos = np.asarray(sorted(self._eos_ids), dtype=np.int64)
         # The last output is never run, so it takes neither a position nor room in the pool.
         self._limits = [(pool_tokens + 1, "the KV pool holds")]
         if max_positions is not None:
@@ -78,7 +74,7 @@ class TextTask(Task):
         prompt = self._inputs.prompt(payload)
         stop = list(payload.get("stop") or [])
         answer = _Answer(
-            end_ids=frozenset() if payload.get("ignore_eos") else self._eos_ids,
+            end_ids=frozenset() if payload.get("ignore_eos") else self.end_ids,
             stream=bool(payload.get("stream", True)),
             stop=stop,
         )
@@ -130,9 +126,6 @@ class TextTask(Task):
         if request.task.stops is not None:
             return 0
         return min(request.max_outputs, request.due) - 1 - len(request.outputs)
-
-    def ends(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        return np.isin(rows[:, 0], self._eos)
 
     def chunk(self, request: Request) -> Payload | None:
         answer: _Answer = request.task
