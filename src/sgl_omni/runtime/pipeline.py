@@ -131,7 +131,8 @@ class Pipeline:
         return "degraded" if serving >= {group.first.plan.process for group in groups} else "unavailable"
 
     def health(self) -> dict[str, Any]:
-        """The state of every instance; KV capacities by stage, and what it shares, are those of its last start.
+        """The state of every instance; KV capacities by stage, what it shares, and where the time went
+        (``start``: see `start_times`) are those of its last start.
         ``routes``: which way tensors take between GPUs, where the plan lets them stay on a device. ``weights``: where
         other servers may borrow this one's weights, and where it has them from."""
         return {
@@ -154,6 +155,7 @@ class Pipeline:
                     "restarts": i.restarts,
                     "kv_capacity_tokens": kv_capacity(i.facts),
                     "weights": i.facts.get("weights"),
+                    "start": i.start,
                 }
                 for i in self.supervisor.instances.values()
             ],
