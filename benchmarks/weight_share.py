@@ -8,7 +8,6 @@ Prints one JSON object as its last line. No figure of it is asserted anywhere: m
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ending import run
 from sgl_omni.engine.tensor_file import BLOCK_BYTES, MOST_THREADS
 from weight_group import TENSOR_BYTES, Group, group, make_checkpoint
 
@@ -85,10 +85,9 @@ def main() -> None:
         size = tensors * TENSOR_BYTES
         rates = {f"{n}_threads": [round(read_rate(checkpoint, n), 2) for _ in range(3)] for n in (1, MOST_THREADS)}
         runs = [
-            asyncio.run(measure(checkpoint, options.device, options.backend, options.followers))
-            for _ in range(options.repeat)
+            run(measure(checkpoint, options.device, options.backend, options.followers)) for _ in range(options.repeat)
         ]
-    loads = [round(size / run["leader"]["load_seconds"] / 1e9, 2) for run in runs]
+    loads = [round(size / each["leader"]["load_seconds"] / 1e9, 2) for each in runs]
     gpu = torch.cuda.get_device_name(0) if options.device.startswith("cuda") else None
     print(
         json.dumps(
@@ -99,9 +98,9 @@ def main() -> None:
                 "python": platform.python_version(),
                 "page_cache_gb_per_s": rates,
                 "load_gb_per_s": loads,
-                "attach_seconds": [[round(f["seconds"], 4) for f in run["followers"]] for run in runs],
-                "follower_device_mib": [[f["device_bytes"] >> 20 for f in run["followers"]] for run in runs],
-                "leader_device_mib": [run["leader"]["device_bytes"] >> 20 for run in runs],
+                "attach_seconds": [[round(f["seconds"], 4) for f in each["followers"]] for each in runs],
+                "follower_device_mib": [[f["device_bytes"] >> 20 for f in each["followers"]] for each in runs],
+                "leader_device_mib": [each["leader"]["device_bytes"] >> 20 for each in runs],
                 "runs": runs,
             }
         )

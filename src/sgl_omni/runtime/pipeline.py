@@ -58,7 +58,7 @@ class Pipeline:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.stop(drain_timeout=0)
+        await self._end()
 
     async def start(self) -> None:
         """Returns when requests may be sent.
@@ -70,7 +70,7 @@ class Pipeline:
             await self.supervisor.start(self._startup_timeout)
         except BaseException:
             self.supervisor.kill()
-            await self.stop(drain_timeout=0)
+            await self._end()
             raise
         self._status = "ready"
         self.coordinator.admit(None)
@@ -99,6 +99,15 @@ class Pipeline:
             self.coordinator.abort_all("the server is shutting down")
         await self.supervisor.stop()
         self._run_dir.close()
+
+    async def _end(self) -> None:
+        """Stops at once, and to the end even where whoever waits for that is cancelled meanwhile."""
+        ending = asyncio.ensure_future(self.stop(drain_timeout=0))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await ending
+            raise
 
     def kill(self) -> None:
         """Ends every process now; `stop` still has to be awaited."""
