@@ -45,6 +45,23 @@ def test_cycles_compare_outputs_memory_and_what_is_left(tmp_path: Path) -> None:
     assert shared["memory"].keys() >= {"follower_bytes", "beyond_bytes"} and set(shared["memory"].values()) == {None}
 
 
+def test_the_benchmark_of_weights_sees_the_same_in_every_process(tmp_path: Path) -> None:
+    small = ("--gib", "0.25", "--device", "cpu", "--backend", "shm", "--repeat", "1", "--followers", "1")
+    command = [sys.executable, "benchmarks/weight_share.py", *small, "--folder", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=True)
+    found = json.loads(done.stdout)
+    (run,) = found["runs"]  # a run in which the sums differ ends with an error
+    assert found["bytes"] == 2**28 and not run["leader"]["attached"] and run["followers"][0]["attached"]
+    assert run["follower_writes"] == {"died": -signal.SIGSEGV} and run["afterwards"] == {"same_sum": True}
+    for again in (run["leader_again"], run["from_the_descriptor_alone"]):
+        assert again["attached"] and again["same_sum"]
+    assert found["load_to_page_cache"][0] > 0
+    said = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    assert said[-1].pop("took_seconds") > 0 and said[-1] == run
+    assert not list(tmp_path.iterdir())
+
+
 def descendants(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
     """Once there are so many."""
     end = time.monotonic() + 120
