@@ -254,6 +254,7 @@ async def cycle(
     if share and one is not None:
         run["memory"] = memory_of_follower(run, one, context)
     run |= await settled(setting, before)
+    run["seconds"] = time.monotonic() - begin
     run["good"] = is_good(run)
     setting.tell(run)
     return run
