@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import uvloop
+from benchmarks.ending import run
 from benchmarks.several import both_cards, replicas, tensor_parallel, transfer
 from benchmarks.several.attempts import Attempt, Attempts, in_a_process
 
@@ -141,7 +141,7 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="omni-") as folder:
         os.environ["XDG_RUNTIME_DIR"] = folder
-        found = summary(uvloop.run(measure(options)))
+        found = summary(run(measure(options)))
     print(json.dumps(found))
     sys.exit(1 if found["failed"] else 0)
 

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ending import exit_when_told
 from benchmarks.real_size import CONFIGS
 from benchmarks.serving.asking import Size, asks_of
 from benchmarks.serving.load import closed_loop, one_by_one
@@ -164,6 +165,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file for all results, written anew after each family")
     parser.add_argument("--json", action="store_true", help="nothing but JSON on standard output")
     options = parser.parse_args()
+    exit_when_told()
     families = options.family.split(",")
     if unknown := set(families) - CONFIGS.keys():
         parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(CONFIGS)}")

@@ -13,12 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
@@ -35,23 +37,40 @@ LEADER, FOLLOWER = "group@r0", "group@r1"
 
 
 def make_checkpoint(folder: Path, tensors: int) -> Path:
-    """`tensors` bfloat16 matrices of 128 MiB each in files of at most 1 GiB; the first of them is private."""
-    files: dict[str, str] = {}
-    for first in range(0, tensors, 8):
-        name = f"model-{first:04d}.safetensors"
-        part = {
-            f"t{i:04d}": torch.randint(-(2**15), 2**15, (ROWS, COLUMNS), dtype=torch.int16).view(torch.bfloat16)
-            for i in range(first, min(first + 8, tensors))
-        }
-        save_file(part, folder / name)
-        files |= dict.fromkeys(part, name)
+    """`tensors` bfloat16 matrices of 128 MiB each in files of at most 1 GiB; the first of them is private.
+
+    Random bits are drawn for one of them; the others are it with bits turned, each with its own, so that no two are
+    alike: to draw 8 GiB would take most of a minute.
+    """
+    block = np.frombuffer(np.random.default_rng(0).bytes(TENSOR_BYTES), dtype=np.int16)
+    parts = {f"model-{first:04d}.safetensors": range(first, min(first + 8, tensors)) for first in range(0, tensors, 8)}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda name: _write(folder / name, block, parts[name]), parts))
+    files = {f"t{i:04d}": name for name, part in parts.items() for i in part}
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     return folder
 
 
+def _write(file: Path, block: NDArray[np.int16], numbers: range) -> None:
+    header = {
+        f"t{i:04d}": {
+            "dtype": "BF16",
+            "shape": [ROWS, COLUMNS],
+            "data_offsets": [at * TENSOR_BYTES, (at + 1) * TENSOR_BYTES],
+        }
+        for at, i in enumerate(numbers)
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        for i in numbers:
+            opened.write((block ^ np.int16(i)).data)
+
+
 class Member:
-    """One process of the group."""
+    """One process of the group, which has its imports and its device, and takes its weights when told."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -62,6 +81,13 @@ class Member:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{command}\n".encode())
         return await self.answer()
+
+    async def go(self) -> Member:
+        """Returns once it has its weights; its `facts` say how. Raises ``RuntimeError`` where it ended instead."""
+        self.facts = await self.ask("go")
+        if "died" in self.facts:
+            raise RuntimeError(f"a member ended with status {self.facts['died']}")
+        return self
 
     async def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -95,6 +121,10 @@ class Group:
 
     async def start(self, role: str, environment: Mapping[str, str] | None = None) -> Member:
         """A leader or follower, once it has its weights; its `facts` say how."""
+        return await (await self.prepare(role, environment)).go()
+
+    async def prepare(self, role: str, environment: Mapping[str, str] | None = None) -> Member:
+        """A leader or follower that has everything but weights: what starts before takes nothing of what is timed."""
         arguments = (str(self._folder), str(self._checkpoint), role, self._device, self._backend)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -114,9 +144,8 @@ class Group:
         )
         member = Member(process)
         self.members.append(member)
-        member.facts = await member.answer()
-        if "died" in member.facts:
-            raise RuntimeError(f"the {role} ended with status {member.facts['died']}")
+        if "died" in await member.answer():
+            raise RuntimeError(f"the {role} did not start")
         return member
 
 
@@ -187,6 +216,10 @@ def main() -> None:
     store = SharedWeights(
         "model", Exchange(Path(options.folder)), may_load=options.role == "leader", choose_backend=lambda _: backend
     )
+    free_bytes(device)
+    say({"ready": True})
+    if sys.stdin.readline().strip() != "go":
+        return
     before = free_bytes(device)
     begin = time.perf_counter()
     tensors = store.obtain(wanted, device, fill, policy=POLICY, fingerprint=checkpoint.fingerprint())

@@ -1,6 +1,7 @@
 """What sharing weights costs and saves: load rate, attach time, memory of a follower, what a write does.
 
-Prints one JSON object as its last line. No figure of it is asserted anywhere: machines are noisy.
+Prints one JSON object as its last line, and on standard error what it knows by then. No figure of it is asserted
+anywhere: machines are noisy.
 
     python benchmarks/weight_share.py --gib 8 --device cuda:0 --backend vmm
 """
@@ -12,6 +13,7 @@ import asyncio
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +22,9 @@ from typing import Any
 
 import torch
 
+from ending import run
 from sgl_omni.engine.tensor_file import BLOCK_BYTES, MOST_THREADS
-from weight_group import TENSOR_BYTES, Group, group, make_checkpoint
+from weight_group import TENSOR_BYTES, Member, group, make_checkpoint
 
 
 def read_rate(folder: Path, threads: int) -> float:
@@ -46,28 +49,36 @@ def read_rate(folder: Path, threads: int) -> float:
 
 async def measure(checkpoint: Path, device: str, backend: str, followers: int) -> dict[str, Any]:
     async with group(checkpoint, device, backend) as found:
-        leader = await found.start("leader")
-        attached = [await found.start("follower") for _ in range(followers)]
+        roles = ["leader", *["follower"] * followers, *["leader", "leader"] * (backend != "ipc")]
+        leader, *others = await asyncio.gather(*(found.prepare(role) for role in roles))
+        await leader.go()
+        attached = [await member.go() for member in others[:followers]]
         sums = {(await member.ask("sum"))["sum"] for member in (leader, *attached)}
         assert len(sums) == 1, "the members do not see the same weights"
         result: dict[str, Any] = {"leader": leader.facts, "followers": [member.facts for member in attached]}
         if backend != "ipc":
             result["follower_writes"] = await attached[-1].ask("write")
             result["afterwards"] = {"same_sum": {(await leader.ask("sum"))["sum"]} == sums}
-            result |= await leader_dies(found, sums)
+            result |= await leader_dies([leader, *attached], others[followers:], sums)
     return result
 
 
-async def leader_dies(found: Group, sums: set[int]) -> dict[str, Any]:
+async def leader_dies(members: list[Member], leaders: list[Member], sums: set[int]) -> dict[str, Any]:
     """Attach time of a leader that comes back, with and without another process that holds the weights."""
-    await found.members[0].end(kill=True)
-    again = await found.start("leader")
+    again, alone = leaders
+    await members[0].end(kill=True)
+    await again.go()
     result: dict[str, Any] = {"leader_again": {**again.facts, "same_sum": {(await again.ask("sum"))["sum"]} == sums}}
-    for member in found.members:
+    for member in (*members, again):
         await member.end(kill=True)
-    alone = await found.start("leader")
+    await alone.go()
     result["from_the_descriptor_alone"] = {**alone.facts, "same_sum": {(await alone.ask("sum"))["sum"]} == sums}
     return result
+
+
+def tell(found: dict[str, Any]) -> None:
+    """What is known already, for a run that is cut short."""
+    print(json.dumps(found), file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -81,14 +92,18 @@ def main() -> None:
     options = parser.parse_args()
     tensors = max(2, round(options.gib * 2**30 / TENSOR_BYTES))
     with tempfile.TemporaryDirectory(prefix="omni-", dir=options.folder) as folder:
+        begin = time.perf_counter()
         checkpoint = make_checkpoint(Path(folder), tensors)
+        tell({"checkpoint_seconds": time.perf_counter() - begin})
         size = tensors * TENSOR_BYTES
         rates = {f"{n}_threads": [round(read_rate(checkpoint, n), 2) for _ in range(3)] for n in (1, MOST_THREADS)}
-        runs = [
-            asyncio.run(measure(checkpoint, options.device, options.backend, options.followers))
-            for _ in range(options.repeat)
-        ]
-    loads = [round(size / run["leader"]["load_seconds"] / 1e9, 2) for run in runs]
+        tell({"page_cache_gb_per_s": rates})
+        runs = []
+        for _ in range(options.repeat):
+            begin = time.perf_counter()
+            runs.append(run(measure(checkpoint, options.device, options.backend, options.followers)))
+            tell({**runs[-1], "took_seconds": time.perf_counter() - begin})
+    loads = [round(size / each["leader"]["load_seconds"] / 1e9, 2) for each in runs]
     gpu = torch.cuda.get_device_name(0) if options.device.startswith("cuda") else None
     print(
         json.dumps(
@@ -99,9 +114,10 @@ def main() -> None:
                 "python": platform.python_version(),
                 "page_cache_gb_per_s": rates,
                 "load_gb_per_s": loads,
-                "attach_seconds": [[round(f["seconds"], 4) for f in run["followers"]] for run in runs],
-                "follower_device_mib": [[f["device_bytes"] >> 20 for f in run["followers"]] for run in runs],
-                "leader_device_mib": [run["leader"]["device_bytes"] >> 20 for run in runs],
+                "load_to_page_cache": [round(load / max(map(max, rates.values())), 3) for load in loads],
+                "attach_seconds": [[round(f["seconds"], 4) for f in each["followers"]] for each in runs],
+                "follower_device_mib": [[f["device_bytes"] >> 20 for f in each["followers"]] for each in runs],
+                "leader_device_mib": [each["leader"]["device_bytes"] >> 20 for each in runs],
                 "runs": runs,
             }
         )

@@ -18,6 +18,9 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 READY = re.compile(r"ready: \S+ on (http://\S+)")
+END_SECONDS = 45.0
+"""More than requests in flight are given."""
+
 INSTANCE = re.compile(r'instance="([^"]+)"')
 
 
@@ -26,7 +29,7 @@ class ServerFailed(Exception):
 
 
 class Server:
-    """Started by ``with``, killed at its end if it is still there; ``stop`` ends it as an operator would."""
+    """Started by ``with``, ended with it if it is still there; ``stop`` ends it as an operator would."""
 
     def __init__(self, *arguments: str) -> None:
         self._arguments = arguments
@@ -53,8 +56,12 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self._note_members()
         if self.process.poll() is None:
-            self.process.kill()  # the children die with it
-            self.process.wait()
+            self.process.terminate()
+            try:
+                self.process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()  # the children die with it
+                self.process.wait()
         psutil.wait_procs(self.alive(), timeout=10)
         for member in self.alive():
             member.kill()

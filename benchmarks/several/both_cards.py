@@ -58,7 +58,12 @@ async def begin(card: int, cores: Sequence[int], command: list[str]) -> Process:
         preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
     assert process.stdout is not None
-    line = await process.stdout.readline()
+    try:
+        line = await process.stdout.readline()
+    except BaseException:
+        process.terminate()
+        await process.wait()
+        raise
     if b"ready" not in line:
         _, said = await process.communicate()
         raise RuntimeError(f"card {card} did not get ready: {said.decode(errors='replace')[-2000:]}")

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-import uvloop
+from benchmarks.ending import run
 
 from sgl_omni.config.load import load_config
 from sgl_omni.gpu.devices import usable_host
@@ -84,16 +84,17 @@ async def measure(options: argparse.Namespace, flags: list[str]) -> dict[str, An
         members["client and coordinator"] = psutil.Process()
         if options.gate:
             print(json.dumps({"ready": ready}), flush=True)
-            await asyncio.to_thread(sys.stdin.readline)
+            if not await asyncio.to_thread(sys.stdin.readline):
+                raise SystemExit("who started this is gone")
         for concurrency in [int(c) for c in options.concurrency.split(",")]:
             before = {name: sum(p.cpu_times()[:2]) for name, p in members.items()}
             at = time.perf_counter()
-            run = await drive(pipeline, concurrency, options.seconds, options.warm_up)
+            found = await drive(pipeline, concurrency, options.seconds, options.warm_up)
             wall = time.perf_counter() - at
-            run["cores_busy"] = {n: (sum(p.cpu_times()[:2]) - before[n]) / wall for n, p in members.items()}
-            runs.append(run)
+            found["cores_busy"] = {n: (sum(p.cpu_times()[:2]) - before[n]) / wall for n, p in members.items()}
+            runs.append(found)
             if not options.json:
-                print(json.dumps(run), file=sys.stderr, flush=True)
+                print(json.dumps(found), file=sys.stderr, flush=True)
         await pipeline.refresh()
         gauges = pipeline.stats()
     return {
@@ -118,7 +119,7 @@ def main() -> None:
     parser.add_argument("--gate", action="store_true", help="say when ready, and begin at a line of standard input")
     parser.add_argument("--json", action="store_true", help="only the JSON object")
     options, flags = parser.parse_known_args()
-    print(json.dumps(uvloop.run(measure(options, flags))))
+    print(json.dumps(run(measure(options, flags))))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,24 @@ async def test_a_stream_into_a_stage_of_another_kind_fails_the_start(start: Star
         await start(plan_of(stage("a", "stream_source", next="b", stream_to="b"), stage("b", "tag", terminal=True)))
 
 
+async def test_an_end_whose_caller_is_cancelled_goes_on(own_run_folder: Path) -> None:
+    ready = asyncio.Event()
+
+    async def serve() -> None:
+        async with Pipeline(plan_of(stage("a", "tag", next="b"), stage("b", "tag", terminal=True))):
+            ready.set()
+
+    before = children()
+    serving = asyncio.ensure_future(serve())
+    await ready.wait()
+    await asyncio.sleep(0)
+    assert children() > before and not serving.done()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert children() <= before and not list(own_run_folder.glob("sgl-omni/run-*"))
+
+
 async def test_a_start_that_takes_too_long_names_who_is_late(start: Start) -> None:
     with pytest.raises(StartupError, match=r"not ready within 1\.5 s:\n  'b'"):
         await start(

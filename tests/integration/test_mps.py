@@ -289,6 +289,30 @@ def test_a_client_that_stays_keeps_the_daemon_and_the_way_out_is_told(
     assert list(clean(stand_in)) == [(UUID, "removed")]
 
 
+def test_the_daemon_is_gone_when_its_last_owner_has_released_it(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers no more long before its process ends."""
+    daemon = MpsDaemon(stand_in, UUID, "run-x")
+    daemon.acquire([])
+    client = subprocess.Popen(["sleep", "30"])
+    daemon.control._ask(f"attach {client.pid}")
+    client.kill()
+    client.wait()
+    processes = [*daemons(stand_in), *(server.pid for server in daemon.control.servers())]
+    assert len(processes) == 2 and all(map(is_alive, processes))
+    daemon.control._ask("linger 0.7")
+    assert daemon.release() is None
+    assert not any(map(is_alive, processes)) and not (stand_in / UUID).exists()
+
+    monkeypatch.setattr("sgl_omni.gpu.mps.QUIT_SECONDS", 0.3)
+    daemon.acquire([])
+    (pid,) = daemons(stand_in)
+    daemon.control._ask("linger 300")
+    assert f"has quit, but its processes [{pid}] do not end" in str(daemon.release())
+    os.kill(pid, signal.SIGKILL)
+
+
 def test_a_daemon_set_in_the_environment_is_not_ours(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     with pytest.raises(MpsError, match="unset it, or set mps: off"):

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from safetensors.torch import load_file
 
-from running import Start, eventually
+from running import Start, children, eventually
 from servers import ROOT, Server, serving
 from sgl_omni.config.load import load_config
 from sgl_omni.errors import ProcessExited, StartupError
@@ -132,6 +133,91 @@ async def test_shared_replicas_answer_the_same_from_one_set_of_weights(
     assert all(m["Rss"] > 0.7 * size for m in memory), "the weights were not used from there"
     assert sum(m["Pss"] for m in memory) < 1.01 * size, "the weights are in memory more than once"
     assert all(m["Private_Dirty"] + m["Private_Clean"] < 0.2 * size for m in memory)
+
+
+async def starting_shared(start: Start, folder: Path, checkpoint: Path, **fields: Any) -> asyncio.Task[Pipeline]:
+    """A start in which both replicas have come to their weights, and the leader waits for `go` before it loads any."""
+    plan = plan_for(folder, checkpoint, arguments=f"{{gate: {folder}}}")
+    task = asyncio.ensure_future(start(plan, **fields))
+    await eventually(lambda: task.done() or len(list(folder.glob("asks-*"))) == 2)
+    assert not task.done()
+    return task
+
+
+def let_go(folder: Path, message: str = "") -> None:
+    (folder / "going").write_text(message)
+    (folder / "going").rename(folder / "go")
+
+
+async def test_a_follower_starts_with_its_leader_and_waits_for_the_weights_alone(
+    start: Start, tmp_path: Path, checkpoint: Path, expected: list[list[int]]
+) -> None:
+    starting = await starting_shared(start, tmp_path, checkpoint)
+    await asyncio.sleep(0.5)
+    assert not starting.done()
+    let_go(tmp_path)
+    pipeline = await starting
+    assert await answers(pipeline) == expected
+    leader, follower = (shared(pipeline, f"llm@r{i}") for i in range(2))
+    assert not leader["attached"] and follower["attached"]
+    assert follower["waited"] > max(0.4, leader["waited"]), "it was there, and waited"
+    for name, found in instances(pipeline).items():
+        times, model = found["start"], shared(pipeline, name)
+        assert (times["wait"], times["weights"]) == (model["waited"], model["seconds"])
+        assert times["seconds"] == pytest.approx(times["imports"] + times["build"], abs=0.01)
+        assert times["build"] > times["wait"] + times["weights"] > 0 and times["imports"] > 0
+    os.kill(instances(pipeline)["llm@r1"]["pid"], signal.SIGKILL)
+    await eventually(lambda: instances(pipeline)["llm@r1"]["restarts"] == 1 and pipeline.status == "ready")
+    assert shared(pipeline, "llm@r1")["waited"] < follower["waited"], "a follower that comes back finds what was kept"
+
+
+async def test_a_leader_that_fails_ends_the_start_by_its_own_message(
+    start: Start, tmp_path: Path, checkpoint: Path
+) -> None:
+    before = children()
+    starting = await starting_shared(start, tmp_path, checkpoint)
+    let_go(tmp_path, "the disk is gone")
+    with pytest.raises(StartupError, match=r"stage 'llm' \(llm@r0\) could not be built: OSError\('the disk is gone'\)"):
+        await starting
+    assert children() <= before
+
+
+async def test_a_follower_that_dies_while_it_waits_fails_the_start(
+    start: Start, tmp_path: Path, checkpoint: Path
+) -> None:
+    before = children()
+    starting = await starting_shared(start, tmp_path, checkpoint)
+    pids = {name: pid for pid in children() - before if (name := name_of(pid))}
+    os.kill(pids["llm@r1"], signal.SIGKILL)
+    with pytest.raises(StartupError, match=r"instance 'llm@r1' was killed by SIGKILL .* before it was ready"):
+        await starting
+    assert children() <= before
+
+
+def name_of(pid: int) -> str:
+    """The instance that a worker's command line names; empty for other processes."""
+    words = psutil.Process(pid).cmdline()
+    return words[words.index("--name") + 1] if "--name" in words else ""
+
+
+async def test_a_start_that_is_given_up_while_a_follower_waits_leaves_nothing(
+    start: Start, tmp_path: Path, checkpoint: Path
+) -> None:
+    before = children()
+    starting = await starting_shared(start, tmp_path, checkpoint)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert children() <= before
+
+
+async def test_the_time_of_a_follower_does_not_count_while_it_waits(
+    start: Start, tmp_path: Path, checkpoint: Path
+) -> None:
+    starting = await starting_shared(start, tmp_path, checkpoint, startup_timeout=12)
+    with pytest.raises(StartupError, match=r"not ready within 12 s:\n  'llm@r0'") as info:
+        await starting
+    assert "llm@r1" not in str(info.value)
 
 
 async def test_a_replica_alone_on_its_gpu_has_weights_of_its_own(

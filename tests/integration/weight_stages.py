@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.model import CausalModel
 from sgl_omni.engine.task import InputSpec, TokenTask
-from sgl_omni.engine.weights import SharePolicy, WeightStore
+from sgl_omni.engine.weights import Fill, SharePolicy, WeightStore
 from sgl_omni.gpu.weights.share import SharedWeights
 from sgl_omni.gpu.weights.shm import ShmBackend
 from sgl_omni.runtime.stage import EngineStage
@@ -48,6 +51,34 @@ class MortalShm(ShmBackend):
     outlives_leader = False
 
 
+class GatedWeights:
+    """Whoever asks for weights leaves a file of its pid; whoever loads them waits for a file `go` and fails if it holds
+    a message."""
+
+    def __init__(self, weights: WeightStore, folder: Path) -> None:
+        self._weights = weights
+        self._folder = folder
+
+    def obtain(self, wanted: Mapping[str, Tensor], device: Any, fill: Fill, **about: Any) -> dict[str, Tensor]:
+        (self._folder / f"asks-{os.getpid()}").touch()
+
+        def gated(targets: Mapping[str, Tensor]) -> None:
+            go = self._folder / "go"
+            while not go.exists():
+                time.sleep(0.02)
+            if message := go.read_text():
+                raise OSError(message)
+            fill(targets)
+
+        return self._weights.obtain(wanted, device, gated, **about)
+
+    def verify(self, tensors: Mapping[str, Tensor]) -> None:
+        self._weights.verify(tensors)
+
+    def refuse_update(self) -> None:
+        self._weights.refuse_update()
+
+
 def decoder(
     model_path: str,
     gpu_id: int | None = None,
@@ -55,8 +86,11 @@ def decoder(
     engine: dict[str, Any] | None = None,
     weights: WeightStore | None = None,
     mortal: bool = False,
+    gate: str | None = None,
 ) -> EngineStage:
     torch.set_num_threads(1)
+    if gate is not None and weights is not None:
+        weights = GatedWeights(weights, Path(gate))
     if mortal and isinstance(weights, SharedWeights):
         weights._choose_backend = lambda _: MortalShm()
     model = CausalModel.load(Path(model_path), device, weights=weights, policy=POLICY)

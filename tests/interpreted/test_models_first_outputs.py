@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import test_csm
 import test_higgs_audio_v2
-import test_moss_tts_local
 import test_qwen3_omni
 import test_whisper_decoder
 import torch
 from test_csm import Csm, csm
 from test_higgs_audio_v2 import Higgs, higgs
-from test_moss_tts_local import Moss, moss
 from test_qwen3_omni import EOS, Omni, Speech, omni, payload_of, speeches
 from test_qwen3_tts import CASES, GOLDENS, Tiny, models, prepared
 from test_whisper_decoder import Whisper, whisper
 
+import test_moss_tts_local
 from sgl_omni.engine.engine import AutoregressiveEngine
+from test_moss_tts_local import Moss, moss
 
 __all__ = ["csm", "higgs", "models", "moss", "omni", "speeches", "whisper"]
 

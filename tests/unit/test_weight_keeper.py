@@ -13,7 +13,7 @@ import torch
 
 from sgl_omni.errors import WeightShareError
 from sgl_omni.gpu.weights.backend import Handle
-from sgl_omni.gpu.weights.exchange import SOCKET_NAME, Exchange, Offer, borrow
+from sgl_omni.gpu.weights.exchange import SOCKET_NAME, Exchange, Message, Offer, borrow
 from sgl_omni.gpu.weights.manifest import Manifest
 from sgl_omni.runtime.capacity import unequal_capacity
 from sgl_omni.runtime.weight_keeper import WeightKeeper
@@ -26,6 +26,7 @@ class Me:
     """This process, as the keeper sees it."""
 
     plan: InstancePlan | None = None
+    ready: frozenset[str] = frozenset()
 
     def be(self, name: str, role: WeightRole, leader: str | None = None) -> None:
         self.plan = InstancePlan(name=name, process="p", stages=("s",), weight_role=role, weight_leader=leader)
@@ -39,7 +40,9 @@ def me() -> Me:
 @pytest.fixture
 async def keeper(tmp_path: Path, me: Me) -> AsyncIterator[WeightKeeper]:
     before = len(os.listdir("/proc/self/fd"))
-    found = WeightKeeper(tmp_path, lambda pid: me.plan if pid == os.getpid() else None)
+    found = WeightKeeper(
+        tmp_path, lambda pid: me.plan if pid == os.getpid() else None, lambda leader: leader in me.ready
+    )
     found.listen()
     yield found
     found.close()
@@ -86,6 +89,55 @@ async def test_what_a_leader_publishes_its_group_gets(keeper: WeightKeeper, me: 
     keeper.forget("p@r0")
     me.be("p@r1", "follower", "p@r0")
     assert await fetch(tmp_path, "s") is None
+
+
+async def wait_for(folder: Path, model: str) -> bytes | None:
+    """The content behind what is offered, whenever that is."""
+    offer = await asyncio.to_thread(Exchange(folder).wait_for, model)
+    if offer is None:
+        return None
+    assert offer.handle.fd is not None
+    content = os.pread(offer.handle.fd, 100, 0)
+    offer.close()
+    return content
+
+
+async def test_followers_that_ask_early_are_answered_when_their_leader_has_published(
+    keeper: WeightKeeper, me: Me, tmp_path: Path
+) -> None:
+    me.be("p@r1", "follower", "p@r0")
+    early = [asyncio.create_task(wait_for(tmp_path, model)) for model in ("s", "s", "another")]
+    await asyncio.sleep(0.2)
+    assert not any(task.done() for task in early)
+    me.be("p@r0", "leader")
+    await publish(tmp_path, "s", an_offer())
+    assert await asyncio.gather(*early[:2]) == [b"weights", b"weights"]
+    await asyncio.sleep(0.1)
+    assert not early[2].done(), "its leader may publish that too"
+    me.ready = frozenset({"p@r0"})
+    keeper.leader_ready("p@r0")
+    assert await early[2] is None
+    me.be("p@r1", "follower", "p@r0")
+    assert await wait_for(tmp_path, "s") == b"weights" and await wait_for(tmp_path, "another") is None
+
+
+async def test_who_waits_and_ends_is_forgotten_and_the_end_of_the_server_ends_the_wait(
+    keeper: WeightKeeper, me: Me, tmp_path: Path
+) -> None:
+    me.be("p@r1", "follower", "p@r0")
+    before = len(os.listdir("/proc/self/fd"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(str(tmp_path / SOCKET_NAME))
+        Message("await", "s").send(sock)
+        await asyncio.sleep(0.1)
+        assert len(os.listdir("/proc/self/fd")) == before + 2
+    await asyncio.sleep(0.1)
+    assert len(os.listdir("/proc/self/fd")) == before
+    waiting = asyncio.create_task(wait_for(tmp_path, "s"))
+    await asyncio.sleep(0.1)
+    keeper.close()
+    with pytest.raises(WeightShareError, match="cut short"):
+        await waiting
 
 
 async def test_only_the_leader_withdraws(keeper: WeightKeeper, me: Me, tmp_path: Path) -> None:

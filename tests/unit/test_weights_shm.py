@@ -44,6 +44,9 @@ class Board:
         offer = self.offers.get(model)
         return None if offer is None else copy_of(offer)
 
+    def wait_for(self, model: str) -> Offer | None:
+        return self.fetch(model)
+
     def withdraw(self, model: str) -> None:
         self.offers.pop(model).close()
 
@@ -214,7 +217,7 @@ def test_weights_are_not_shared_while_they_can_still_be_written(board: Board) ->
 
 
 def test_what_is_wrong_is_said(board: Board) -> None:
-    with pytest.raises(WeightShareError, match="'stage': the group's leader has not published"):
+    with pytest.raises(WeightShareError, match="'stage': the group's leader has published no weights of it"):
         load_tiny(member(board, leads=False))
     leader = member(board, leads=True)
     with pytest.raises(WeightShareError, match="its factory did not load them from `weights`"):

@@ -74,7 +74,7 @@ PORT = click.IntRange(0, 65535)
     type=SECONDS,
     default=600.0,
     show_default=True,
-    help="Seconds that a wave of processes may take.",
+    help="Seconds that each process may take; a follower's count from when its leader is ready.",
 )
 @click.option(
     "--liveness-timeout",

@@ -158,6 +158,7 @@ class DeviceRunner:
             "wait_seconds": self._times.waiting,
             "graph_buckets": sum(len(graphs.buckets) for graphs in self._all_graphs),
             "graph_capture_seconds": sum(graphs.capture_seconds for graphs in self._all_graphs),
+            "graph_bytes": sum(graphs.bytes for graphs in self._all_graphs),
         }
 
     def _settle(self) -> None:

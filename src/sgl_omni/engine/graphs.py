@@ -25,10 +25,12 @@ class StepGraphs:
     """Captures ``step(rows)`` for every bucket, the largest first, so that all share one memory pool."""
 
     def __init__(self, step: StepOfRows, buckets: Sequence[int]) -> None:
-        """Takes as long as ``capture_seconds`` says. The step must read and write the same tensors each time."""
+        """Takes as long as ``capture_seconds`` says, and ``bytes`` of torch's memory on the device. The step must read
+        and write the same tensors each time."""
         self.buckets = sorted(buckets)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         started = time.perf_counter()
+        reserved = torch.cuda.memory_reserved()
         pool = None
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -43,6 +45,7 @@ class StepGraphs:
             self._graphs[rows] = graph
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        self.bytes = torch.cuda.memory_reserved() - reserved
         self.capture_seconds = time.perf_counter() - started
 
     def bucket_for(self, rows: int) -> int | None:

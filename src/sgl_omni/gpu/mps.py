@@ -28,6 +28,9 @@ from sgl_omni.errors import OmniError
 
 PROGRAM = "nvidia-cuda-mps-control"
 COMMAND_SECONDS = 10.0
+QUIT_SECONDS = 10.0
+"""How long the processes of a daemon that has quit may take to end."""
+
 DETACH_SECONDS = 5.0
 """How long clients that are ending get to leave the daemon's list."""
 
@@ -94,14 +97,27 @@ class MpsControl:
         """The pids attached to any server of this daemon."""
         return {pid for server in self.servers() for pid in server.clients}
 
+    def processes(self) -> list[psutil.Process]:
+        """The daemon and its servers, as far as they are found."""
+        pids = [server.pid for server in self.servers()]
+        pid_file = self.pipe / f"{PROGRAM}.pid"
+        if pid_file.exists() and (written := pid_file.read_text().strip()).isdigit():
+            pids.append(int(written))
+        return [process for pid in pids if (process := _process(pid)) is not None]
+
     def quit(self) -> None:
-        """Ends the daemon and its server, and waits until it no longer answers."""
+        """Ends the daemon and its server, and waits until they are gone: it answers no more before its process ends.
+
+        Raises:
+            MpsError: it did not end in time.
+        """
+        processes = self.processes()
         self._ask("quit")
-        end = time.monotonic() + COMMAND_SECONDS
-        while self.answers():
-            if time.monotonic() > end:
-                raise MpsError(f"the MPS daemon of {self.pipe} did not quit; {self.by_hand()}")
-            time.sleep(0.05)
+        if _wait(self.answers, until=lambda answers: not answers, seconds=COMMAND_SECONDS):
+            raise MpsError(f"the MPS daemon of {self.pipe} did not quit; {self.by_hand()}")
+        left = _wait(lambda: [p.pid for p in processes if _lives(p)], until=lambda pids: not pids, seconds=QUIT_SECONDS)
+        if left:
+            raise MpsError(f"the MPS daemon of {self.pipe} has quit, but its processes {left} do not end")
 
     def by_hand(self) -> str:
         """The command that ends this daemon."""
@@ -291,6 +307,22 @@ def foreign_servers(compute_pids: list[int], ours: MpsControl) -> list[int]:
     """MPS servers among a GPU's compute processes that belong to another daemon."""
     own = {server.pid for server in ours.servers()} if ours.answers() else set()
     return [pid for pid in compute_pids if pid not in own and _name_of(pid) == "nvidia-cuda-mps-server"]
+
+
+def _process(pid: int) -> psutil.Process | None:
+    """Known by its start time too, so that another one which gets its number is not taken for it."""
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    """A zombie has ended; its parent, often the container's first process, has yet to be told."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _name_of(pid: int) -> str:

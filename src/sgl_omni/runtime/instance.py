@@ -31,6 +31,9 @@ class Instance:
     pidfd: int = -1
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    spawned: float = 0.0
+    start: dict[str, float] = field(default_factory=dict[str, float])
+    """Where the seconds of its last start went; see `start_times`."""
     gauges: dict[str, float] = field(default_factory=dict[str, float])
     asked: asyncio.Future[None] | None = None
     heard: float = 0.0

@@ -58,7 +58,7 @@ class Pipeline:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.stop(drain_timeout=0)
+        await self._end()
 
     async def start(self) -> None:
         """Returns when requests may be sent.
@@ -70,7 +70,7 @@ class Pipeline:
             await self.supervisor.start(self._startup_timeout)
         except BaseException:
             self.supervisor.kill()
-            await self.stop(drain_timeout=0)
+            await self._end()
             raise
         self._status = "ready"
         self.coordinator.admit(None)
@@ -99,6 +99,15 @@ class Pipeline:
             self.coordinator.abort_all("the server is shutting down")
         await self.supervisor.stop()
         self._run_dir.close()
+
+    async def _end(self) -> None:
+        """Stops at once, and to the end even where whoever waits for that is cancelled meanwhile."""
+        ending = asyncio.ensure_future(self.stop(drain_timeout=0))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await ending
+            raise
 
     def kill(self) -> None:
         """Ends every process now; `stop` still has to be awaited."""
@@ -131,7 +140,8 @@ class Pipeline:
         return "degraded" if serving >= {group.first.plan.process for group in groups} else "unavailable"
 
     def health(self) -> dict[str, Any]:
-        """The state of every instance; KV capacities by stage, and what it shares, are those of its last start.
+        """The state of every instance; KV capacities by stage, what it shares, and where the time went
+        (``start``: see `start_times`) are those of its last start.
         ``routes``: which way tensors take between GPUs, where the plan lets them stay on a device. ``weights``: where
         other servers may borrow this one's weights, and where it has them from."""
         return {
@@ -154,6 +164,7 @@ class Pipeline:
                     "restarts": i.restarts,
                     "kv_capacity_tokens": kv_capacity(i.facts),
                     "weights": i.facts.get("weights"),
+                    "start": i.start,
                 }
                 for i in self.supervisor.instances.values()
             ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from sgl_omni.runtime.mps_guard import MpsGuard
 from sgl_omni.runtime.routes import Probe, Routes
 from sgl_omni.runtime.rundir import RunDir
 from sgl_omni.runtime.segments import Allowance, machine_share
+from sgl_omni.runtime.start_times import in_words, start_times
 from sgl_omni.runtime.visibility import Sight, sight
 from sgl_omni.runtime.weight_keeper import WeightKeeper
 from sgl_omni.runtime.weight_loans import WeightLoans
@@ -76,7 +78,7 @@ class Supervisor:
         self._stopping = False
         self._restarts: set[asyncio.Task[None]] = set()
         self._mps = MpsGuard(plan, base_folder() / "mps", run_dir.path, facts, self._mps_server_died)
-        self._weights = WeightKeeper(run_dir.path, self._instance_of)
+        self._weights = WeightKeeper(run_dir.path, self._instance_of, self._is_ready)
         self.loans = WeightLoans(plan, self._weights, facts)
         self.routes = Routes(plan, probe)
         self.instances = {i.name: Instance(i) for i in plan.instances}
@@ -99,7 +101,11 @@ class Supervisor:
     # Start --------------------------------------------------------------------------------------------------------
 
     async def start(self, within: float) -> None:
-        """Spawns wave by wave; returns when every instance is ready.
+        """Spawns all instances, in the order of their waves; returns when every one is ready.
+
+        Those of a later wave build their stages too, and wait where they need what another instance makes: a follower
+        for its leader's weights. ``within``: seconds that an instance may take; for a follower they count from the
+        moment at which its leader is ready.
 
         Raises:
             StartupError: a factory raised, a process died or the time was up; names the stage and shows the child's
@@ -111,13 +117,13 @@ class Supervisor:
         if self._plan.sharing_groups:
             self._weights.listen()
             await self.loans.begin()
-        for wave in self._plan.spawn_waves:
-            groups = list(dict.fromkeys(self._group_of[name] for name in wave))
-            waiting = [self._spawn_group(group) for group in groups]
-            if not await self._all_ready(waiting, within):
-                late = [i for group in groups for i in group.members if i.state == "starting"]
-                report = "".join(f"\n  '{i.name}' (pid {i.pid}){i.last_lines()}" for i in late)
-                raise StartupError(f"not ready within {within:g} s:{report}")
+        groups = list(dict.fromkeys(self._group_of[name] for wave in self._plan.spawn_waves for name in wave))
+        begun = time.monotonic()
+        waiting = {group: self._spawn_group(group) for group in groups}
+        late = [i for group in await self._late(waiting, begun, within) for i in group.members if i.state == "starting"]
+        if late:
+            report = "".join(f"\n  '{i.name}' (pid {i.pid}){i.last_lines()}" for i in late)
+            raise StartupError(f"not ready within {within:g} s:{report}")
         unequal = self._unequal_capacity()
         if unequal is not None:
             raise StartupError(unequal)
@@ -128,26 +134,40 @@ class Supervisor:
     def _unequal_capacity(self) -> str | None:
         return unequal_capacity(self._plan, {i.name: i.facts for i in self.instances.values() if i.state == "ready"})
 
+    def _is_ready(self, name: str) -> bool:
+        return self.instances[name].state == "ready"
+
     def _instance_of(self, pid: int) -> InstancePlan | None:
         return next((i.plan for i in self.instances.values() if i.pid == pid), None)
 
-    async def _all_ready(self, waiting: list[asyncio.Future[None]], within: float) -> bool:
-        """False when the time is up. One that cannot start, or dies after it was ready, ends the start at once."""
-        pending: set[asyncio.Future[Any]] = set(waiting)
-        end = self._loop.time() + within
+    async def _late(
+        self, waiting: dict[RankGroup, asyncio.Future[None]], begun: float, within: float
+    ) -> list[RankGroup]:
+        """Empty when all are ready, else those whose time is up. One that cannot start, or dies after it was ready,
+        ends the start at once; of several the one that was to start first is named."""
+        pending = dict(waiting)
         while pending:
-            left = end - self._loop.time()
-            done, _ = await asyncio.wait(
-                {*pending, self.failure}, timeout=max(left, 0.0), return_when=asyncio.FIRST_COMPLETED
-            )
+            ends = {group: self._begin_of(group, begun) + within for group in pending}
+            left = min(ends.values()) - time.monotonic()
+            watched: set[asyncio.Future[Any]] = {*pending.values(), self.failure}
+            done, _ = await asyncio.wait(watched, timeout=max(left, 0.0), return_when=asyncio.FIRST_COMPLETED)
             if self.failure.done():
                 raise StartupError(self.failure.result())
             if not done:
-                return False
-            for future in done:
-                future.result()
-            pending -= done
-        return True
+                return [group for group, end in ends.items() if end <= time.monotonic()]
+            for group, ready in list(pending.items()):
+                if ready in done:
+                    ready.result()
+                    del pending[group]
+        return []
+
+    def _begin_of(self, group: RankGroup, begun: float) -> float:
+        """When a group's time began to count; for one whose leader is not ready, it has not yet."""
+        plan = group.first.plan
+        if plan.weight_role != "follower" or plan.weight_leader is None:
+            return begun
+        leader = self._group_of[plan.weight_leader]
+        return leader.ready_since if leader.is_ready else math.inf
 
     async def _verify_mps(self) -> None:
         ready = {i.name: i.process.pid for i in self.instances.values() if i.process and i.state == "ready"}
@@ -209,6 +229,7 @@ class Supervisor:
             theirs.close()
             os.close(write_fd)
         instance.state = "starting"
+        instance.spawned = time.monotonic()
         instance.failed_start = None
         instance.gone.clear()
         instance.tap = LogTap(instance.name, read_fd)
@@ -251,6 +272,9 @@ class Supervisor:
         if isinstance(message, Ready):
             instance.state = "ready"
             instance.facts = message.facts
+            instance.start = start_times(time.monotonic() - instance.spawned, message.facts)
+            log.info("'%s' is ready: %s", instance.name, in_words(instance.start))
+            self._weights.leader_ready(instance.name)
             self._admit_if_ready(self._group_of[instance.name])
         elif isinstance(message, StartFailed):
             instance.failed_start = message
@@ -400,17 +424,16 @@ class Supervisor:
             return
 
     async def _wait_for_weights(self, plan: InstancePlan) -> None:
-        """Returns when there are weights to attach to, where the instance is not to load any itself.
+        """Returns when a borrower has weights to attach to. Followers wait for them as at the first start.
 
         Raises:
             WeightShareError: there will be none.
         """
-        if plan.weight_leader is None or self._weights.holds(plan.weight_leader):
+        if plan.weight_role != "borrower":
             return
-        if plan.weight_role == "borrower":
-            await self.loans.renew(plan.weight_leader)
-        else:
-            await self._group_of[plan.weight_leader].up.wait()
+        leader = plan.weight_leader or plan.name
+        if not self._weights.holds(leader):
+            await self.loans.renew(leader)
 
     async def _verify_mps_again(self, instance: Instance) -> None:
         """An instance that came back without MPS would slow its neighbours: it is ended, and so tried again."""

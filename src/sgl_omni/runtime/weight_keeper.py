@@ -3,6 +3,8 @@
 The server process holds the descriptors, of which none needs a GPU: a leader that dies takes nothing with it, and any
 replica that is started again attaches to what is here. Weights that a backend ties to its leader are forgotten with it.
 
+Followers start together with their leader, and those who ask too early are answered when it has published.
+
 Another server of this user, on the same GPU, may borrow them where the plan says so. From then on both keep them, and
 neither needs the other.
 """
@@ -33,10 +35,15 @@ Place = tuple[str, str]
 class WeightKeeper:
     """Answers the members of sharing groups on a socket in the run folder. All methods belong to the event loop."""
 
-    def __init__(self, run_dir: Path, instance_of: InstanceOf) -> None:
-        """`instance_of(pid)`: the instance that a process is, or None for a stranger."""
+    def __init__(
+        self, run_dir: Path, instance_of: InstanceOf, is_ready: Callable[[str], bool] = lambda leader: False
+    ) -> None:
+        """`instance_of(pid)`: the instance that a process is, or None for a stranger. `is_ready(leader)`: whether it is
+        built, so that it will publish nothing more."""
         self.path = run_dir / SOCKET_NAME
         self._instance_of = instance_of
+        self._is_ready = is_ready
+        self._waiting: dict[socket.socket, tuple[str, str]] = {}
         self._offers: dict[str, dict[str, Offer]] = {}
         self._lent: dict[Place, str] = {}
         self._listener: socket.socket | None = None
@@ -88,6 +95,11 @@ class WeightKeeper:
         for offer in self._offers.pop(leader, {}).values():
             offer.close()
 
+    def leader_ready(self, leader: str) -> None:
+        """A leader is built: who still waits for weights of it that it has not published waits for nothing."""
+        for client in [c for c, (whose, _) in self._waiting.items() if whose == leader]:
+            self._reply(client, Message("nothing"))
+
     def close(self) -> None:
         """Ends the service and drops everything; harmless when called again."""
         if self._listener is not None:
@@ -112,8 +124,18 @@ class WeightKeeper:
 
     def _asked(self, client: socket.socket) -> None:
         try:
-            self._answer(client).send(client)
+            answer = self._answer(client)
         except (OSError, WeightShareError) as error:
+            log.warning("a question about shared weights was not answered: %s", error)
+            self._drop(client)
+            return
+        if answer is not None:
+            self._reply(client, answer)
+
+    def _reply(self, client: socket.socket, answer: Message) -> None:
+        try:
+            answer.send(client)
+        except OSError as error:
             log.warning("a question about shared weights was not answered: %s", error)
         finally:
             self._drop(client)
@@ -121,9 +143,16 @@ class WeightKeeper:
     def _drop(self, client: socket.socket) -> None:
         asyncio.get_running_loop().remove_reader(client.fileno())
         self._clients.discard(client)
+        self._waiting.pop(client, None)
         client.close()
 
-    def _answer(self, client: socket.socket) -> Message:
+    def _wait(self, client: socket.socket, leader: str, model: str) -> None:
+        """The question stays open. A process that ends meanwhile closes its socket; nothing else can come of it."""
+        self._waiting[client] = (leader, model)
+        asyncio.get_running_loop().add_reader(client.fileno(), self._drop, client)
+
+    def _answer(self, client: socket.socket) -> Message | None:
+        """None: not before the leader has published."""
         question = Message.receive(client)
         pid, user, _ = _CREDENTIALS.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         instance = self._instance_of(pid)
@@ -139,10 +168,16 @@ class WeightKeeper:
         if question.kind == "withdraw" and instance is not None and instance.weight_role in ("leader", "borrower"):
             self._withdraw(instance, question.model)
             return Message("done")
-        if question.kind != "fetch" or instance is None or instance.weight_role == "own":
+        if question.kind not in ("fetch", "await") or instance is None or instance.weight_role == "own":
             return Message("refused", reason=f"process {pid} shares no weights here")
-        offer = self._offers.get(instance.weight_leader or instance.name, {}).get(question.model)
-        return Message("nothing") if offer is None else Message("offer", offer=offer)
+        leader = instance.weight_leader or instance.name
+        offer = self._offers.get(leader, {}).get(question.model)
+        if offer is not None:
+            return Message("offer", offer=offer)
+        if question.kind == "await" and instance.weight_role == "follower" and not self._is_ready(leader):
+            self._wait(client, leader, question.model)
+            return None
+        return Message("nothing")
 
     def _withdraw(self, instance: InstancePlan, model: str) -> None:
         log.warning("'%s' cannot use the weights of '%s' that were kept, and needs others", instance.name, model)
@@ -182,4 +217,6 @@ class WeightKeeper:
             return f"other servers are to share weights that end with their leader ('{offer.backend}')"
         self._offers.setdefault(instance.name, {})[model] = offer
         log.info("'%s' has loaded the weights of '%s' for its group (%s)", instance.name, model, offer.backend)
+        for client in [c for c, wanted in self._waiting.items() if wanted == (instance.name, model)]:
+            self._reply(client, Message("offer", offer=offer))
         return ""

@@ -100,6 +100,8 @@ class Worker:
         sys.path.extend(path for path in spawn.sys_path if path not in sys.path)
         if self._instance.cpu_cores:
             os.sched_setaffinity(0, self._instance.cpu_cores)
+        if self._instance.device is not None and spawn.plan.platform == "cuda":
+            import torch  # noqa: F401 - its seconds are not a factory's
         started = time.monotonic()
         enforce_budgets(spawn.plan, self._instance, self._local_device())
         for name in self._instance.stages:

@@ -264,7 +264,8 @@ def _transport_bytes(edges: tuple[EdgePlan, ...], name: str, budget: int | None)
 
 
 def _waves(placed: tuple[Placed, ...], followers: set[str]) -> tuple[tuple[str, ...], ...]:
-    """All at once, except that followers wait for their leaders; TP ranks come last in a wave."""
+    """In the order of their start. Followers, in a wave of their own, start too and wait for their leaders' weights; TP
+    ranks come last in a wave."""
     ordered = sorted(placed, key=lambda p: p.group.tp_size > 1)
     first = tuple(p.name for p in ordered if p.name not in followers)
     second = tuple(p.name for p in ordered if p.name in followers)

@@ -112,6 +112,8 @@ class SharingGroup:
 class Plan:
     """Everything that `serve` executes.
 
+    ``spawn_waves``: the order of starting. All are spawned at once; those of a later wave wait, inside, for what an
+    earlier one makes: followers for their leader's weights. ``shutdown_order``: who has ended before the next does.
     ``lends_weights``: other servers on a GPU may attach to the weights of its sharing groups. ``weights_from``: the
     socket of the server from which this one has them, instead of the checkpoint.
     """

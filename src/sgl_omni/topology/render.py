@@ -191,8 +191,15 @@ class _Drawing:
             yield f"{where}{group.leader} leads {', '.join(led)}"
 
     def waves(self) -> Iterator[str]:
+        """Every process starts at once; those after the first wave say what they wait for before they are built."""
         for number, wave in enumerate(self.plan.spawn_waves, start=1):
-            yield f"{number}. {', '.join(wave)}"
+            yield f"{number}. {', '.join(map(self._waiting, wave))}"
+
+    def _waiting(self, name: str) -> str:
+        instance = self.plan.instance(name)
+        if instance.weight_role != "follower":
+            return name
+        return f"{name} (at the same time, but waits for the weights of {instance.weight_leader})"
 
 
 def _clients(mps: dict[int, tuple[str, ...]]) -> list[str]:

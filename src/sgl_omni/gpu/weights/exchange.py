@@ -29,7 +29,7 @@ _PACKET = 16 * 1024
 _DESCRIPTORS = socket.CMSG_SPACE(2 * array.array("i").itemsize)
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-Kind = Literal["publish", "fetch", "withdraw", "borrow", "offer", "nothing", "done", "refused"]
+Kind = Literal["publish", "fetch", "await", "withdraw", "borrow", "offer", "nothing", "done", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,11 @@ class Exchange:
         """The group's weights, or None where nobody has published them yet. The caller closes the offer."""
         return ask(self._path, Message("fetch", model)).offer
 
+    def wait_for(self, model: str) -> Offer | None:
+        """The group's weights, as soon as its leader has published them; None where it is ready and has published none.
+        The caller closes the offer. Waits as long as the leader takes: the server ends whoever waits in vain."""
+        return ask(self._path, Message("await", model), seconds=None).offer
+
     def publish(self, model: str, offer: Offer) -> None:
         """Hands the weights over for the group. Raises ``WeightShareError`` where that is not this process's to do."""
         ask(self._path, Message("publish", model, offer))
@@ -134,14 +139,14 @@ def borrow(path: Path, process: str, model: str, card: str) -> Offer | None:
     return ask(path, Message("borrow", model, process=process, card=card)).offer
 
 
-def ask(path: Path, question: Message) -> Message:
-    """One question and its answer.
+def ask(path: Path, question: Message, seconds: float | None = ANSWER_SECONDS) -> Message:
+    """One question and its answer, for which `seconds` are waited at most, or as long as it takes.
 
     Raises:
         WeightShareError: nobody answers there, or the answer is a refusal.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(ANSWER_SECONDS)
+        sock.settimeout(seconds)
         try:
             sock.connect(str(path))
             question.send(sock)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +67,8 @@ class SharedFacts:
     attached: bool
     bytes: int
     seconds: float
+    waited: float
+    """Seconds before that, until the leader had published them."""
 
 
 class SharedWeights:
@@ -109,12 +111,14 @@ class SharedWeights:
         if policy is None:
             raise WeightShareError(f"stage '{self._model}': its architecture has no share policy; weight_share: off")
         self.refuse_update()
-        started = time.monotonic()
         expected = Manifest.lay_out(
             wanted, architecture=policy.architecture, fingerprint=fingerprint, private=policy.private
         )
         device = torch.device(device)
-        found = self._attach(expected, device)
+        asked = time.monotonic()
+        offer = self._offer(device)
+        started = time.monotonic()
+        found = None if offer is None else self._attach(offer, expected, device)
         attached = found is not None
         name, memory = found or self._load(expected, fill, device)
         self._arena = Arena(expected, memory)
@@ -123,6 +127,7 @@ class SharedWeights:
             attached=attached,
             bytes=expected.shared_bytes,
             seconds=round(time.monotonic() - started, 3),
+            waited=round(started - asked, 3),
         )
         log.info(
             "stage '%s' %s %.2f GiB of weights in %.3f s (%s)",
@@ -154,17 +159,26 @@ class SharedWeights:
                 "weight_share: off, or a factory that does"
             )
         facts = self.facts
-        return {"backend": facts.backend, "attached": facts.attached, "bytes": facts.bytes, "seconds": facts.seconds}
+        return asdict(facts)
 
-    def _attach(self, expected: Manifest, device: torch.device) -> tuple[str, Tensor] | None:
-        """None: there is nothing to attach to, and this process is the one to load."""
-        offer = self._exchange.fetch(self._model)
-        if offer is None:
-            if self._borrows:
+    def _offer(self, device: torch.device) -> Offer | None:
+        """What there is to attach to; None: nothing, and this process is the one to load."""
+        if self._may_load:
+            return self._exchange.fetch(self._model)
+        if self._borrows:
+            offer = self._exchange.fetch(self._model)
+            if offer is None:
                 raise WeightShareError(f"stage '{self._model}': the other server lent no weights of it")
-            if not self._may_load:
-                raise WeightShareError(f"stage '{self._model}': the group's leader has not published its weights")
-            return None
+            return offer
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # makes the context, while the leader loads
+        offer = self._exchange.wait_for(self._model)
+        if offer is None:
+            raise WeightShareError(f"stage '{self._model}': the group's leader has published no weights of it")
+        return offer
+
+    def _attach(self, offer: Offer, expected: Manifest, device: torch.device) -> tuple[str, Tensor] | None:
+        """None: the driver no longer has them, and this process is the one to load."""
         try:
             expected.check_same(offer.manifest())
             return offer.backend, backend_named(offer.backend).attach(offer.handle, expected.size, device)
