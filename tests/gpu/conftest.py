@@ -10,6 +10,10 @@ import pytest
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "unit"), str(TESTS / "integration"), str(TESTS / "gpu")]
 
+from engine_fixtures import churn, one_thread  # noqa: E402
+
+__all__ = ["churn", "one_thread"]
+
 
 @pytest.fixture(autouse=True)
 def needs_gpu() -> None:

@@ -2,70 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_fixtures import churn, one_thread
 
-from sgl_omni.engine.interface import Engine
-
-
-@dataclass
-class Seen:
-    """Chunks and result of one request."""
-
-    chunks: list[dict[str, Any]] = field(default_factory=list)
-    result: dict[str, Any] = field(default_factory=dict)
-
-    def joined(self, key: str) -> torch.Tensor:
-        """All chunks' arrays of one key, one after another."""
-        return torch.cat([torch.as_tensor(chunk[key]) for chunk in self.chunks if key in chunk])
-
-
-Churn = Callable[[Engine, Mapping[str, dict[str, Any]], str], dict[str, Seen]]
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Products this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def churn(one_thread: None) -> Churn:
-    """Serves each payload once as it is and once as a request that is aborted at some time, in random order."""
-    return _churn
-
-
-def _churn(engine: Engine, payloads: Mapping[str, dict[str, Any]], seed: str) -> dict[str, Seen]:
-    rng = random.Random(seed)
-    arrivals = [(name, copy) for name in payloads for copy in ("kept", "aborted")]
-    rng.shuffle(arrivals)
-    seen = {name: Seen() for name in payloads}
-    doomed: list[str] = []
-    while arrivals or engine.has_work:
-        for _ in range(min(len(arrivals), rng.choice([0, 1, 3]))):
-            name, copy = arrivals.pop()
-            engine.add(name if copy == "kept" else f"aborted {name}", payloads[name])
-            doomed += [f"aborted {name}"] * (copy == "aborted")
-        for output in engine.step() if engine.has_work else []:
-            assert output.error is None
-            if output.request_id in seen:
-                seen[output.request_id].chunks += output.chunks
-                seen[output.request_id].result = output.result or {}
-        if doomed and rng.random() < 0.3:
-            engine.abort(doomed.pop(rng.randrange(len(doomed))))
-    stats = engine.stats()
-    assert (stats["running"], stats["queued"], stats["kv_used_tokens"]) == (0, 0, 0)
-    assert all(seen[name].result for name in payloads)
-    return seen
+__all__ = ["churn", "one_thread"]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from sgl_omni.engine.scheduler import Limits, Scheduler
 from sgl_omni.engine.task import Task
 from sgl_omni.errors import InvalidRequest, StartupError
 
-_ROWS_AHEAD = 32
+_ROWS_AHEAD = 48
 _MIXED_GRAPH_ROWS = 512
 """Beyond that a step is long enough to be launched kernel by kernel."""
 

@@ -233,12 +233,14 @@ class Scheduler:
         starved = bool(self._waiting) and len(self._running) < self._limits.max_running_requests
         if not self._limits.rows_ahead or starved:
             return
-        pool = self._pool
+        pool, ahead, size = self._pool, self._limits.rows_ahead, self._pool.page_size
+        spare = pool.available - len(self._running)
         for request in self._running:
-            target = min(request.length + self._limits.rows_ahead, request.final_length)
-            missing = pool.pages_for(target) - len(request.pages)
-            if 0 < missing <= pool.available - len(self._running):
+            target = min(request.length + ahead, request.final_length)
+            missing = -(-target // size) - len(request.pages)
+            if 0 < missing <= spare:
                 request.pages += pool.allocate(missing)
+                spare -= missing
 
     def _reclaim_ahead(self) -> None:
         for request in self._running if self._limits.rows_ahead else ():
@@ -269,14 +271,14 @@ class Scheduler:
     def _make_room_for_outputs(self) -> None:
         """A page for each request whose next row needs one, oldest first; the youngest pay for it."""
         for request in list(self._running):
-            if not request.pages or request.is_blocked:
-                continue  # retracted by an older one, or not to run
             missing = self._pool.pages_for(request.rows_needed) - len(request.pages)
+            if missing <= 0 or not request.pages or request.is_blocked:
+                continue  # it has what it needs, was retracted by an older one, or is not to run
             if missing > self._pool.available:
                 self._reclaim_ahead()
             while missing > self._pool.available and request.pages:
                 self._retract(self._last_blocked() or self._running[-1])
-            if request.pages and missing > 0:
+            if request.pages:
                 request.pages += self._pool.allocate(missing)
 
     def _retract(self, request: Request) -> None:
