@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +22,13 @@ __all__ = ["one_thread"]
 
 
 @pytest.fixture(autouse=True)
-def is_interpreted() -> None:
+def is_interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1, which Triton reads when it is imported")
+    from sgl_omni.engine.kernels import attention
+
+    kernel = Mock(wraps=attention.decode_attention)
+    monkeypatch.setattr("sgl_omni.engine.platform.everywhere", True)
+    monkeypatch.setattr(attention, "decode_attention", kernel)
+    yield
+    assert kernel.call_count > 0, "the test ran without the kernels"
