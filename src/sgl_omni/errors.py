@@ -23,6 +23,15 @@ class InvalidRequest(OmniError):
         self.param = param
 
 
+class NotFinite(OmniError):
+    """A part of the model made infinities or what is no number. Its request fails for that, and is not to blame."""
+
+    code = "not_finite"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} not all finite: the model's weights may be damaged")
+
+
 class PayloadError(OmniError):
     """A payload holds a value that no transport can carry; names the stage and the key."""
 

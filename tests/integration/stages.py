@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sgl_omni.engine.interface import EngineOutput
-from sgl_omni.errors import InvalidRequest
+from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.runtime.stage import BatchStage, EngineStage, FunctionStage, Payload, Request, StreamStage
 
 
@@ -259,6 +259,10 @@ class AddingEngine:
 
 def adding_engine(enough: int = 10**9, unlucky: int = 1313) -> EngineStage:
     return EngineStage(AddingEngine(enough, unlucky))
+
+
+def refusing_factory() -> FunctionStage:
+    raise StartupError("/models/m/model.safetensors: a.weight is [3], not [4]")
 
 
 def broken_factory() -> FunctionStage:

@@ -33,6 +33,12 @@ async def test_a_factory_that_raises_fails_the_start_with_its_traceback(start: S
     assert children() == before
 
 
+async def test_what_a_factory_refuses_on_purpose_is_told_without_a_traceback(start: Start) -> None:
+    with pytest.raises(StartupError) as info:
+        await start(plan_of(stage("a", "refusing_factory", terminal=True)))
+    assert str(info.value) == "stage 'a' (a) could not be built: /models/m/model.safetensors: a.weight is [3], not [4]"
+
+
 async def test_a_process_that_dies_while_it_starts_is_named_with_its_last_lines(start: Start) -> None:
     with pytest.raises(StartupError, match="instance 'a' exited with status 3 before it was ready") as info:
         await start(plan_of(stage("a", "dying_factory", terminal=True)))

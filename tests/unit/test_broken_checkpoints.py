@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,28 +29,37 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sgl_omni.engine import checkpoint
 from sgl_omni.engine.checkpoint import Checkpoint, CheckpointError, Slot
 from sgl_omni.engine.code_predictor import CodeSampling
 from sgl_omni.engine.decoder_config import DecoderConfig
-from sgl_omni.engine.headers import read_headers
+from sgl_omni.engine.headers import check_shapes, read_headers
 from sgl_omni.engine.model import CausalModel
 from sgl_omni.engine.shapes import Named, causal_shapes
 from sgl_omni.errors import InvalidRequest
+from sgl_omni.models import folder as models_folder
 from sgl_omni.models.csm import spec as csm
 from sgl_omni.models.csm.model import CsmModel
 from sgl_omni.models.demo_voice.spec import PACKAGED_WEIGHTS
 from sgl_omni.models.higgs_audio_v2 import spec as higgs2
+from sgl_omni.models.higgs_audio_v2.codec_decoder import dac_decoder
+from sgl_omni.models.higgs_audio_v2.codec_encoder import CodecEncoder as HiggsCodecEncoder
+from sgl_omni.models.higgs_audio_v2.codec_shapes import codec_shapes as higgs_shapes
+from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec as HiggsCodec
 from sgl_omni.models.higgs_audio_v2.model import HiggsModel
 from sgl_omni.models.higgs_tts import spec as higgs3
 from sgl_omni.models.higgs_tts.model import HiggsTts3Model
+from sgl_omni.models.mimi_shapes import mimi_shapes
 from sgl_omni.models.ming_omni_tts import spec as ming
 from sgl_omni.models.ming_omni_tts.model import MingModel
 from sgl_omni.models.ming_omni_tts.vae import VaeEncoder
 from sgl_omni.models.moss_tts_local import spec as moss
 from sgl_omni.models.moss_tts_local.model import MossModel
 from sgl_omni.models.qwen3_omni import spec as omni
+from sgl_omni.models.qwen3_omni import tower_shapes
 from sgl_omni.models.qwen3_omni.talker import TalkerModel as OmniTalker
 from sgl_omni.models.qwen3_tts import spec as tts
+from sgl_omni.models.qwen3_tts.codec_shapes import SPEAKER_DEFAULTS, speaker_shapes
 from sgl_omni.models.qwen3_tts.talker import TalkerModel
 from sgl_omni.models.registry import PipelineRegistry
 from sgl_omni.models.whisper.decoder import WhisperDecoder
@@ -65,6 +76,7 @@ BUILDERS: dict[str, Callable[[Path], Any]] = {
     "ming_experts": lambda folder: tiny_ming.build(folder, experts=True),
     "moss": tiny_moss.build,
     "qwen3_asr": tiny_qwen3_asr.build,
+    "qwen3_asr_new": lambda folder: tiny_qwen3_asr.build(folder, authors=False),
     "qwen3_omni": lambda folder: (tiny_qwen3_omni.build(folder), tiny_qwen3_omni.write_processors(folder)),
     "qwen3_tts": lambda folder: tiny_qwen3_tts.build(folder, "base"),
     "text_llm": tiny_text_llm.build,
@@ -80,6 +92,7 @@ ENGINE = {
     "ming_experts": "model.model.layers.1.mlp.shared_experts.up_proj.weight",
     "moss": "local_transformer.h.1.attn.c_attn.bias",
     "qwen3_asr": "thinker.model.layers.1.mlp.up_proj.weight",
+    "qwen3_asr_new": "model.language_model.layers.1.mlp.up_proj.weight",
     "qwen3_omni": "talker.code_predictor.model.layers.1.self_attn.o_proj.weight",
     "qwen3_tts": "talker.model.layers.1.mlp.up_proj.weight",
     "text_llm": "model.layers.1.self_attn.q_norm.weight",
@@ -88,18 +101,32 @@ ENGINE = {
 }
 """A tensor whose name and shape are known from the config alone."""
 
+HIGGS3 = "tied.embedding.modality_embeddings.0.model."
 PARTS = {
-    "csm": [("", "codec_model.decoder.layers.0.conv.weight"), ("", "codec_model.encoder.layers.0.conv.weight")],
-    "moss": [("codec", part) for part in ("decoder.", "encoder.", "quantizer.")],
+    "csm": [("", f"codec_model.{part}.") for part in ("decoder", "encoder", "quantizer")],
+    "moss": [("codec", f"{part}.") for part in ("decoder", "encoder", "quantizer")],
     "qwen3_asr": [("", "thinker.audio_tower.")],
+    "qwen3_asr_new": [("", "model.audio_tower."), ("", "model.multi_modal_projector.")],
     "qwen3_omni": [("", "thinker.visual."), ("", "thinker.audio_tower."), ("", "code2wav.")],
     "qwen3_tts": [("", "speaker_encoder."), ("speech_tokenizer", "encoder."), ("speech_tokenizer", "decoder.decoder.")],
-    "higgs_v2": [("audio_tokenizer", "acoustic_decoder."), ("audio_tokenizer", "acoustic_encoder.")],
-    "higgs_v3": [
-        ("", f"{higgs3_prefix}acoustic_decoder.") for higgs3_prefix in ["tied.embedding.modality_embeddings.0.model."]
+    "higgs_v2": [
+        ("audio_tokenizer", f"{part}.") for part in ("acoustic_decoder", "acoustic_encoder", "semantic_model")
     ],
+    "higgs_v3": [("", f"{HIGGS3}acoustic_decoder."), ("", f"{HIGGS3}encoder_semantic.")],
 }
-"""Folder and prefix of tensors whose names are known to the stage that loads them."""
+"""Folder and prefix of encoders and codecs."""
+
+CODECS = {
+    "csm": [("", "codec_model.")],
+    "moss": [("codec", "")],
+    "qwen3_asr": PARTS["qwen3_asr"],
+    "qwen3_asr_new": PARTS["qwen3_asr_new"],
+    "qwen3_omni": PARTS["qwen3_omni"],
+    "qwen3_tts": [("", "speaker_encoder."), ("speech_tokenizer", "")],
+    "higgs_v2": [("audio_tokenizer", "")],
+    "higgs_v3": [("", HIGGS3)],
+}
+"""The same, whole."""
 
 
 @pytest.fixture(scope="module")
@@ -175,17 +202,39 @@ def test_what_is_wrong_with_the_engines_tensors_is_told_before_the_start(
 
 
 @pytest.mark.parametrize(("family", "at", "prefix"), [(f, *part) for f, parts in PARTS.items() for part in parts])
-def test_what_is_wrong_with_another_part_is_told_before_its_stage_takes_gpu_memory(
+def test_what_is_wrong_with_another_part_is_told_before_the_start(
     family: str, at: str, prefix: str, copied: Callable[[str], Path]
 ) -> None:
-    """There is no such GPU here: a stage that touched it would fail otherwise."""
+    """Its stage refuses it too, before it takes memory: there is no such GPU here, and it would fail otherwise."""
     folder = copied(family)
     entries = read_headers(folder / at)
     name = next(name for name in sorted(entries) if name.startswith(prefix) and len(entries[name].shape) > 1)
-    for value, told in ((torch.zeros(3, 5, 7, 9), f"{name} is [3, 5, 7, 9], not"), (None, f"missing: {name}")):
+    entry, shape = entries[name], [*entries[name].shape]
+    rewrite(folder / at, name, torch.zeros(*shape, dtype=torch.int64))
+    assert f"{entry.file}: {name} is I64, not one of BF16" in refused(folder)
+    for value, told in ((torch.zeros(3, 5, 7, 9), f"{name} is [3, 5, 7, 9], not {shape}"), (None, f"missing: {name}")):
         rewrite(folder / at, name, value)
+        assert told in refused(folder)
         errors = [error for error in failures(folder) if isinstance(error, CheckpointError)]
         assert errors and all(told in str(error) for error in errors), errors
+    entry.file.write_bytes(entry.file.read_bytes()[:-8])
+    assert str(entry.file) in refused(folder) and "truncated or damaged" in refused(folder)
+
+
+@pytest.mark.parametrize("family", CODECS)
+def test_all_that_stages_read_is_looked_at_before_the_start(
+    family: str, whole: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = whole(family)
+    before, read = recorded(monkeypatch, models_folder), recorded(monkeypatch, checkpoint)
+    cls = PipelineRegistry().by_model(str(folder))
+    assert cls is not None
+    cls.tasks(str(folder))
+    for _ in failures(folder):
+        pass
+    assert before == before | read
+    for at, prefix in CODECS[family]:
+        assert below(before, folder / at, prefix) == below(read, folder / at, prefix) != {}
 
 
 @pytest.mark.parametrize(
@@ -211,6 +260,27 @@ def test_a_part_that_is_not_there_is_told_before_the_start(
     assert f"{folder / at} holds no tensors below {prefix}" in refused(folder)
 
 
+Looked = dict[tuple[str, str], tuple[int, ...]]
+"""Shapes by folder and name."""
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Looked:
+    """What this module looks for in checkpoints from now on."""
+    seen: Looked = {}
+
+    def check(entries: Any, wanted: Named, where: str, **options: Any) -> None:
+        wanted = list(wanted)
+        seen.update({(where, name): shape for name, shape in wanted})
+        check_shapes(entries, wanted, where, **options)
+
+    monkeypatch.setattr(module, "check_shapes", check)
+    return seen
+
+
+def below(seen: Looked, folder: Path, prefix: str) -> Looked:
+    return {key: shape for key, shape in seen.items() if key[0] == str(folder) and key[1].startswith(prefix)}
+
+
 def failures(folder: Path) -> Iterator[Exception]:
     """Of all stages that use a GPU."""
     cls = PipelineRegistry().by_model(str(folder))
@@ -225,6 +295,50 @@ def failures(folder: Path) -> Iterator[Exception]:
             factory(**{key: value for key, value in offered.items() if key in declared})
         except Exception as error:  # noqa: BLE001 - those that get as far as the GPU fail there, each in its way
             yield error
+
+
+@pytest.mark.parametrize(
+    ("family", "at", "field", "value", "told"),
+    [
+        (
+            "moss",
+            "codec",
+            "quantizer_kwargs.num_quantizers",
+            1,
+            "and the audio tokenizer in {folder}/codec has 1 codeb",
+        ),
+        (
+            "qwen3_tts",
+            "speech_tokenizer",
+            "decoder_config.latent_dim",
+            None,
+            "lacks the field decoder_config.latent_dim",
+        ),
+        (
+            "qwen3_tts",
+            "speech_tokenizer",
+            "decoder_config.decoder_dim",
+            "9",
+            "decoder_config.decoder_dim is '9', no whole",
+        ),
+        ("qwen3_tts", "speech_tokenizer", "encoder_config", None, "lacks the field encoder_config"),
+        ("csm", "", "codec_config.num_filters", "many", "codec_config.num_filters is 'many', no whole number"),
+    ],
+)
+def test_a_field_that_says_no_shapes_is_named(
+    family: str, at: str, field: str, value: Any, told: str, copied: Callable[[str], Path]
+) -> None:
+    folder = copied(family)
+    file = folder / at / "config.json"
+    config = within = json.loads(file.read_text())
+    *path, last = field.split(".")
+    for part in path:
+        within = within[part]
+    within.pop(last)
+    if value is not None:
+        within[last] = value
+    file.write_text(json.dumps(config))
+    assert told.format(folder=folder) in refused(folder)
 
 
 def test_an_index_and_its_shards_must_agree(copied: Callable[[str], Path]) -> None:
@@ -342,3 +456,71 @@ def test_every_kind_of_decoder_is_expected_as_it_is_built(config: dict[str, Any]
     with torch.device("meta"):
         model = CausalModel(parsed)
     assert dict(causal_shapes(parsed, "model.", "head")) == named(model.slots("model.", "head"))
+
+
+def shapes_of(module: torch.nn.Module, prefix: str = "") -> dict[str, tuple[int, ...]]:
+    return {prefix + name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {
+            "attention_bias": True,
+            "num_residual_layers": 2,
+            "num_key_value_heads": 2,
+            "upsample_groups": 1,
+            "compress": 4,
+        },
+        {"vector_quantization_hidden_dimension": 512, "upsampling_ratios": [5, 3], "frame_rate": 400, "head_dim": 32},
+    ],
+)
+def test_mimi_is_expected_as_transformers_builds_it(config: dict[str, Any]) -> None:
+    from transformers import MimiConfig, MimiModel
+
+    with torch.device("meta"):
+        model = MimiModel(MimiConfig(**config))
+    newer = re.compile(r"^(?:encoder|decoder)\.((?:en|de)coder_transformer|downsample|upsample)\.")
+    names = {name: re.sub(r"^(\w+)\.\1_seanet\.", r"\1.", newer.sub(r"\1.", name)) for name in shapes_of(model)}
+    assert dict(mimi_shapes(config, "")) == {names[name]: shape for name, shape in shapes_of(model).items()}
+
+
+def test_towers_are_expected_as_transformers_builds_them() -> None:
+    from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe as configs
+    from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as models
+
+    with torch.device("meta"):
+        audio = models.Qwen3OmniMoeAudioEncoder._from_config(configs.Qwen3OmniMoeAudioEncoderConfig())
+        vision = models.Qwen3OmniMoeVisionEncoder._from_config(configs.Qwen3OmniMoeVisionEncoderConfig())
+        code2wav = models.Qwen3OmniMoeCode2Wav._from_config(configs.Qwen3OmniMoeCode2WavConfig())
+    assert dict(tower_shapes.audio_shapes({}, "")) == shapes_of(audio)
+    assert dict(tower_shapes.vision_shapes({}, "")) == shapes_of(vision)
+    assert dict(tower_shapes.code2wav_shapes({}, "")) == shapes_of(code2wav)
+
+
+@pytest.mark.parametrize(
+    "semantic",
+    [
+        {},
+        {"feat_extract_norm": "layer", "conv_bias": True, "feat_proj_layer_norm": False, "do_stable_layer_norm": True},
+    ],
+)
+def test_the_published_tokenizer_of_higgs_is_expected_as_transformers_builds_it(semantic: dict[str, Any]) -> None:
+    spec = HiggsCodec.parse({"semantic_model_config": {"hidden_size": 768, **semantic}}, "config.json")
+    with torch.device("meta"):
+        encoder, decoder = HiggsCodecEncoder(spec), dac_decoder(spec)
+    parts = ("acoustic_encoder.", "semantic_model.", "encoder_semantic.", "fc.")
+    built = {name: shape for name, shape in shapes_of(encoder).items() if name.startswith(parts)}
+    built |= shapes_of(decoder, "acoustic_decoder.")
+    found = dict(higgs_shapes(spec, "", ()))
+    assert {name: shape for name, shape in found.items() if name.startswith((*parts, "acoustic_decoder."))} == built
+
+
+def test_the_published_speaker_encoder_is_expected_as_transformers_builds_it() -> None:
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
+
+    config: Any = SimpleNamespace(**SPEAKER_DEFAULTS)
+    with torch.device("meta"):
+        network = ECAPA_TimeDelayNet(config)
+    assert dict(speaker_shapes({}, "")) == shapes_of(network)

@@ -15,7 +15,7 @@ from sgl_omni.engine.model import CausalModel
 from sgl_omni.engine.request import Prompt, Request
 from sgl_omni.engine.row_memory import AddedRows
 from sgl_omni.engine.task import InputSpec, TokenTask
-from sgl_omni.errors import InvalidRequest
+from sgl_omni.errors import InvalidRequest, NotFinite
 
 LENGTHS = (5, 17, 33, 9, 2)
 ADDED = (3, 9, 0, 14, 20)
@@ -188,10 +188,17 @@ REFUSED: dict[str, tuple[dict[str, Any], list[dict[str, Any] | None], str]] = {
     "rows before the prompt": ({"prompt_open": True}, [{"added_embeddings": torch.zeros(1, 32)}], "before the end"),
     "rows of another width": ({"input_open": True}, [{"added_embeddings": torch.zeros(1, 8)}], "32"),
     "rows that are no array": ({"input_open": True}, [{"added_embeddings": [[0.0] * 32]}], "must be an array"),
-    "not numbers": ({"input_open": True}, [{"added_embeddings": torch.full((1, 32), math.nan)}], "not all finite"),
     "another kind of prompt": ({"prompt_open": True}, [{"prompt_embeddings": torch.zeros(1, 32)}], "all ids or all"),
     "too long for the pool": ({"prompt_open": True}, [{"prompt_ids": [1] * 60}], "the KV pool has 48"),
 }
+
+
+def test_input_that_is_no_numbers_ends_its_request_and_is_not_the_callers_fault(tiny_qwen3: Any) -> None:
+    engine = engine_for(CausalModel.load(tiny_qwen3.folder), max_total_tokens=48)
+    engine.add("bad", {"prompt_ids": [1, 2], "max_new_tokens": 5, "input_open": True})
+    with pytest.raises(NotFinite, match="added_embeddings are not all finite"):
+        engine.extend("bad", {"added_embeddings": torch.full((1, 32), math.nan)})
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize("case", REFUSED)

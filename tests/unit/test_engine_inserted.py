@@ -15,7 +15,7 @@ from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import CausalModel
 from sgl_omni.engine.request import Prompt
 from sgl_omni.engine.task import InputSpec, TokenTask
-from sgl_omni.errors import InvalidRequest
+from sgl_omni.errors import InvalidRequest, NotFinite
 
 OUTPUTS, WIDTH, VOCABULARY = 10, 32, 131
 SPEC = InputSpec(vocab_sizes=(VOCABULARY,), hidden_size=WIDTH, levels=2)
@@ -140,7 +140,6 @@ def test_keys_tell_prompts_apart_from_their_first_difference_on() -> None:
         ({"layered_at": [-1, 1, 2, 3]}, "ascend"),
         ({"layered_embeddings": torch.zeros(1, 4, WIDTH)}, "must be of 2 layers, not 1"),
         ({"layered_embeddings": torch.zeros(2, 4, WIDTH + 1)}, "layered_embeddings must be floats"),
-        ({"inserted_embeddings": torch.full((6, WIDTH), float("nan"))}, "not all finite"),
         ({"inserted_embeddings": [[0.0]]}, "must be an array"),
         ({"inserted_tags": [1, 2]}, "inserted_tags must be one a place"),
         ({"prompt_ids": None, "prompt_embeddings": torch.zeros(17, WIDTH)}, "inserted among ids"),
@@ -149,6 +148,11 @@ def test_keys_tell_prompts_apart_from_their_first_difference_on() -> None:
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         SPEC.prompt(payload_of(0, **changes))
+
+
+def test_inserted_rows_that_are_no_numbers_are_not_the_callers_fault() -> None:
+    with pytest.raises(NotFinite, match="inserted_embeddings are not all finite"):
+        SPEC.prompt(payload_of(0, inserted_embeddings=torch.full((6, WIDTH), float("nan"))))
 
 
 def test_a_prompt_that_is_open_takes_no_more_after_inserted_rows() -> None:

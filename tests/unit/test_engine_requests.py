@@ -21,7 +21,7 @@ from sgl_omni.engine.request import Chunk, Request
 from sgl_omni.engine.rope_config import RopeConfig
 from sgl_omni.engine.sampler import seed_key
 from sgl_omni.engine.task import FrameTask, HandOver, InputSpec, TokenTask
-from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.errors import InvalidRequest, NotFinite, StartupError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,7 +80,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two prompts": ({"prompt_ids": [1], "prompt_embeddings": torch.zeros(1, 16)}, "either ids or embeddings"),
     "empty embeddings": ({"prompt_embeddings": torch.zeros(0, 16)}, "at least one row"),
     "embeddings of another width": ({"prompt_embeddings": torch.zeros(3, 8)}, "16"),
-    "embeddings that are not numbers": ({"prompt_embeddings": torch.full((2, 16), math.nan)}, "not all finite"),
     "id too large": ({"prompt_ids": [1, 12]}, "id 12 is not one of 0..11"),
     "id below zero": ({"prompt_ids": [1, -1]}, "id -1 is not one of 0..11"),
     "ids that are no numbers": ({"prompt_ids": ["a"]}, "whole numbers"),
@@ -104,6 +103,36 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("rows", [torch.full((2, 16), math.nan), np.full((2, 16), 1e300)])
+def test_embeddings_that_are_no_numbers_are_not_the_callers_fault(rows: Any) -> None:
+    engine = token_engine()
+    with pytest.raises(NotFinite, match="the prompt's embeddings are not all finite"):
+        engine.add("bad", {"prompt_embeddings": rows})
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_request_whose_logits_are_no_numbers_fails_and_its_neighbours_go_on(bad: float) -> None:
+    task = TokenTask(InputSpec(vocab_sizes=(12,), hidden_size=16))
+    model = tiny_model()
+    engine = AutoregressiveEngine.build(model, task, EngineSettings(max_total_tokens=64, page_size=4))
+    prompt = {"prompt_embeddings": torch.full((3, 16), 0.5), "max_new_tokens": 4}
+    engine.add("good", prompt)
+    ((_, expected),) = run(engine).values()
+    with torch.no_grad():
+        model.embedding.weight[5] = bad
+    engine.add("good", prompt)
+    engine.add("bad", {"prompt_ids": [1, 2, 5], "max_new_tokens": 4})
+    outputs: list[EngineOutput] = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert [(each.request_id, str(each.error)) for each in outputs if each.error is not None] == [
+        ("bad", "the logits are not all finite: the model's weights may be damaged")
+    ]
+    assert [(each.request_id, each.result) for each in outputs if each.result is not None] == [("good", expected)]
+    assert engine.stats()["kv_used_tokens"] == 0
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_can_never_be_served_is_refused_for_that_request_alone(case: str) -> None:
     payload, message = REFUSED[case]
@@ -120,12 +149,11 @@ def test_what_can_never_be_served_is_refused_for_that_request_alone(case: str) -
 @pytest.mark.parametrize(
     "rows",
     [
-        np.full((2, 16), 1e300),
         np.ones((2, 16), dtype=object),
         torch.ones(2, 16, device="meta"),
         np.ones((2, 15), dtype=np.float32),
     ],
-    ids=["too large for a float32", "objects", "no storage", "width"],
+    ids=["objects", "no storage", "width"],
 )
 def test_embeddings_that_cannot_be_used_are_refused(rows: Any) -> None:
     engine = token_engine()

@@ -19,7 +19,7 @@ from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.kv_cache import KVCache, KVShape
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.request import Chunk, Prompt, Request
-from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.errors import InvalidRequest, NotFinite, StartupError
 from sgl_omni.models.whisper.decoder import WhisperDecoder
 from sgl_omni.models.whisper.rules import next_times, next_times_rows
 from sgl_omni.models.whisper.spec import WhisperSpec
@@ -297,7 +297,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no frame": (payload_of([torch.zeros(0, tiny.WIDTH)]), "1 to 50 frames, not 0"),
     "too many frames": (payload_of([torch.zeros(tiny.FRAMES + 1, tiny.WIDTH)]), "1 to 50 frames, not 51"),
     "frames of another width": (payload_of([torch.zeros(3, 8)]), "32"),
-    "frames that are no numbers": (payload_of([torch.full((3, tiny.WIDTH), math.nan)]), "not all finite"),
     "no tokens": (payload_of([torch.zeros(3, tiny.WIDTH)], max_new_tokens=0), "1 or more, not 0"),
     "another language": (payload_of([torch.zeros(3, tiny.WIDTH)], language="ja"), "'ja' is not one of de, en, fr"),
     "another task": (payload_of([torch.zeros(3, tiny.WIDTH)], task="sing"), "'sing' is not one of this model's"),
@@ -312,6 +311,11 @@ def test_what_cannot_be_heard_is_refused(whisper: Whisper, case: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         engine.add("bad", payload)
     assert not engine.has_work
+
+
+def test_an_encoder_that_makes_no_numbers_is_not_the_callers_fault(whisper: Whisper) -> None:
+    with pytest.raises(NotFinite, match="encoder_states are not all finite: the model's weights may be damaged"):
+        engine_for(whisper.decoder).add("bad", payload_of([torch.full((3, tiny.WIDTH), math.nan)]))
 
 
 def test_a_pool_too_small_for_what_may_come_is_refused(whisper: Whisper) -> None:

@@ -19,7 +19,7 @@ from sgl_omni.engine.request import Request
 from sgl_omni.engine.runner import AheadRunner, LaunchedStep, ModelRunner, Runner
 from sgl_omni.engine.scheduler import Limits, Scheduler
 from sgl_omni.engine.task import Task
-from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.errors import InvalidRequest, NotFinite, StartupError
 
 _ROWS_AHEAD = 48
 _MIXED_GRAPH_ROWS = 512
@@ -212,9 +212,11 @@ class AutoregressiveEngine:
 
     def step(self) -> Sequence[EngineOutput]:
         rows = self._step(self._runner) if self._ahead is None else self._step_ahead(self._ahead)
+        failed = [self._fail(request) for request, _ in rows if request.not_finite]
+        rows = [(request, row) for request, row in rows if not request.not_finite] if failed else rows
         self._generated += len(rows)
         outputs = [self._output(request, ended) for request, ended in self._task.take_all(rows)]
-        return [output for output in outputs if output is not None]
+        return failed + [output for output in outputs if output is not None]
 
     def _step(self, runner: Runner) -> list[tuple[Request, list[int]]]:
         chunks = self._scheduler.schedule()
@@ -257,10 +259,17 @@ class AutoregressiveEngine:
         try:
             with self._scheduler.changing(request):
                 take(request)
-        except InvalidRequest:
-            self._scheduler.remove(request)
-            self._leave_source(request)
+        except (InvalidRequest, NotFinite):
+            self._remove(request)
             raise
+
+    def _fail(self, request: Request) -> EngineOutput:
+        self._remove(request)
+        return EngineOutput(request.id, error=NotFinite("the logits are"))
+
+    def _remove(self, request: Request) -> None:
+        self._scheduler.remove(request)
+        self._leave_source(request)
 
     def _leave_source(self, request: Request) -> None:
         if self._sources is not None:
@@ -270,8 +279,7 @@ class AutoregressiveEngine:
         chunk = self._task.chunk(request)
         chunks = [] if chunk is None else [chunk]
         if ended and not request.followers:
-            self._scheduler.remove(request)
-            self._leave_source(request)
+            self._remove(request)
             return EngineOutput(request.id, chunks=chunks, result=self._task.result(request))
         if ended:
             if request.followers[0].source is not None:

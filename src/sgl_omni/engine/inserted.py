@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sgl_omni.errors import InvalidRequest
+from sgl_omni.errors import InvalidRequest, NotFinite
 
 if TYPE_CHECKING:
     from sgl_omni.engine.request import Chunk
@@ -41,7 +41,7 @@ class Inserted:
     tags: Tensor | None = None
 
     def check(self, length: int) -> None:
-        """Raises ``InvalidRequest`` where this does not fit a prompt of so many rows."""
+        """Raises ``InvalidRequest`` where this does not fit a prompt of so many rows, and ``NotFinite``."""
         for places, rows, name in (
             (self.at, self.rows, "inserted_embeddings"),
             (self.layered_at, self.layered, "layered_embeddings"),
@@ -52,7 +52,7 @@ class Inserted:
             if len(places) and not (ascends and int(places[0]) >= 0 and int(places[-1]) < length):
                 raise InvalidRequest(f"the places of {name} must ascend within the prompt's {length} rows", param=name)
             if not bool(torch.isfinite(rows).all()):
-                raise InvalidRequest(f"{name} are not all finite", param=name)
+                raise NotFinite(f"{name} are")
         if self.tags is not None and self.tags.shape != self.at.shape:
             raise InvalidRequest(f"inserted_tags must be one a place, not {[*self.tags.shape]}", param="inserted_tags")
 

@@ -17,7 +17,7 @@ from sgl_omni.engine.hidden import HiddenRows
 from sgl_omni.engine.inputs import ArrivingInput
 from sgl_omni.engine.inserted import Inserted
 from sgl_omni.engine.output_rows import OutputRows
-from sgl_omni.errors import InvalidRequest
+from sgl_omni.errors import InvalidRequest, NotFinite
 
 LARGEST = 2**31 - 1
 
@@ -68,13 +68,13 @@ class Prompt:
     inserted: Inserted | None = None
 
     def __post_init__(self) -> None:
-        """Raises ``InvalidRequest`` for a prompt that is empty or whose parts do not fit together."""
+        """Raises ``InvalidRequest`` for a prompt that is empty or whose parts do not fit, and ``NotFinite``."""
         if (self.ids is None) == (self.embeddings is None):
             raise InvalidRequest("a prompt is either ids or embeddings", param="prompt")
         if self.rows.dim() != 2 or len(self) == 0:
             raise InvalidRequest(f"a prompt has at least one row, not shape {[*self.rows.shape]}", param="prompt")
         if self.embeddings is not None and not bool(torch.isfinite(self.embeddings).all()):
-            raise InvalidRequest("the prompt's embeddings are not all finite", param="prompt")
+            raise NotFinite("the prompt's embeddings are")
         if self.inserted is not None:
             if self.ids is None:
                 raise InvalidRequest("rows are inserted among ids, not among embeddings", param="inserted_embeddings")
@@ -172,7 +172,7 @@ class Request:
     after this one, each from an empty context; ``drawn`` counts the outputs of those that have ended. ``hidden`` is
     there where hidden states are asked for, ``inputs`` where some of the input comes later,
     ``source`` [frames, width] where an encoder's output is attended over, and then ``place``, where its keys and
-    values lie from the first step on.
+    values lie from the first step on. ``not_finite``: what the model made of it last is no choice between ids.
     """
 
     id: str
@@ -201,6 +201,7 @@ class Request:
     frame_limit: int = LARGEST
     sent: int = 0
     retractions: int = 0
+    not_finite: bool = False
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:

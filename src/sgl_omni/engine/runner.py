@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -122,7 +123,10 @@ class ModelRunner:
         model, n = self._model, len(ends)
         if n + padding < hidden.shape[0]:
             hidden = hidden[torch.tensor(ends, device=hidden.device)]
-        logits = model.rule(model.logits(hidden)[:n], requests)
+        logits = model.logits(hidden)[:n]
+        for request, largest in zip(requests, logits.flatten(1).amax(1).tolist(), strict=True):
+            request.not_finite = not math.isfinite(largest)
+        logits = model.rule(logits, requests)
         rows = model.choose(logits, requests)
         if rows is None:
             rows = sample(logits, SamplingBatch.of(requests, logits.device))

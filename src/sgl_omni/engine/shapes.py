@@ -74,6 +74,25 @@ def linear_shapes(name: str, input_size: int, output_size: int, *, bias: bool) -
         yield f"{name}.bias", (output_size,)
 
 
+def conv_shapes(name: str, inputs: int, outputs: int, kernel: int, *, bias: bool = True) -> Named:
+    """A convolution of the time axis."""
+    yield f"{name}.weight", (outputs, inputs, kernel)
+    if bias:
+        yield f"{name}.bias", (outputs,)
+
+
+def grown_shapes(name: str, inputs: int, outputs: int, kernel: int) -> Named:
+    """A transposed convolution of the time axis."""
+    yield f"{name}.weight", (inputs, outputs, kernel)
+    yield f"{name}.bias", (outputs,)
+
+
+def norm_shapes(name: str, size: int) -> Named:
+    """A layer norm with its bias."""
+    yield f"{name}.weight", (size,)
+    yield f"{name}.bias", (size,)
+
+
 def _experts(hidden_size: int, moe: MoEConfig, name: str) -> Named:
     yield f"{name}.gate.weight", (moe.num_experts, hidden_size)
     for i in range(moe.num_experts):

@@ -18,7 +18,7 @@ from sgl_omni.engine.inputs import ArrivingInput, begin_input, end_input, extend
 from sgl_omni.engine.inserted import Inserted
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Prompt, Request, Sampling
-from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.errors import InvalidRequest, NotFinite, StartupError
 
 
 class Task(ABC):
@@ -161,10 +161,10 @@ class InputSpec:
             raise InvalidRequest(f"{param} cannot be read: {error}", param=param) from error
 
     def finite_embeddings(self, value: Any, param: str) -> Tensor:
-        """As ``embeddings``, and no infinities among them."""
+        """As ``embeddings``. Raises ``NotFinite`` for infinities among them."""
         rows = self.embeddings(value, param)
         if not bool(torch.isfinite(rows).all()):
-            raise InvalidRequest(f"{param} are not all finite", param=param)
+            raise NotFinite(f"{param} are")
         return rows
 
     def _positions(self, value: Any) -> Tensor:

@@ -60,6 +60,8 @@ _WHOLE = frozenset(
         *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
         *("head_dim", "vocab_size", "max_position_embeddings", "d_model", "encoder_layers", "decoder_layers"),
         *("encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim"),
+        *("num_filters", "codebook_dim", "upsample_groups", "vector_quantization_hidden_dimension", "num_quantizers"),
+        *("downsample_hidden_size", "num_mel_bins", "out_hidden_size", "num_position_embeddings", "decoder_dim"),
     }
 )
 _REAL = frozenset({"rms_norm_eps", "layer_norm_eps", "rope_theta"})
@@ -189,8 +191,8 @@ def check_tensors(folder: Path, shapes: Callable[[], Named] = lambda: iter(()), 
     """Raises ``InvalidRequest`` that names the file and the tensors where those of ``shapes`` are missing, of another
     shape or no floats, and the field where the config has no such shapes.
 
-    ``parts``: prefixes below which there must be something; the stage that loads a part knows its tensors by name, and
-    refuses what does not fit before it takes memory.
+    ``parts``: prefixes below which there must be something, told first and as such. Tensors that nobody wants are not
+    looked for; the stage that loads a part refuses them before it takes memory.
     """
     entries = check_weights(folder)
     absent = [part for part in parts if not any(name.startswith(part) for name in entries)]

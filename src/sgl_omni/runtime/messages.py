@@ -182,7 +182,7 @@ class Ready(Message, tag=12, frozen=True):
 
 
 class StartFailed(Message, tag=13, frozen=True):
-    """A stage's factory raised; the worker exits after this."""
+    """A stage's factory raised; the worker exits after this. An error raised on purpose says all: no ``traceback``."""
 
     instance: str
     stage: str

@@ -109,7 +109,8 @@ class Supervisor:
 
         Raises:
             StartupError: a factory raised, a process died or the time was up; names the stage and shows the child's
-                traceback or its last lines. Whatever runs is left for `stop` or `kill`.
+                error, with its traceback where nobody raised it on purpose, or its last lines. Whatever runs is left
+                for `stop` or `kill`.
             MpsError: MPS cannot be used, or a process did not attach to it.
         """
         await self._mps.acquire()
@@ -369,8 +370,8 @@ class Supervisor:
         failed = instance.failed_start
         if failed is None:
             return f"instance '{instance.name}' {how} before it was ready{instance.last_lines()}"
-        trace = failed.traceback.rstrip().replace("\n", "\n    ")
-        return f"stage '{failed.stage}' ({instance.name}) could not be built: {failed.message}\n    {trace}"
+        report = f"stage '{failed.stage}' ({instance.name}) could not be built: {failed.message}"
+        return "\n    ".join([report, *failed.traceback.splitlines()])
 
     async def refresh_gauges(self) -> None:
         """Asks every ready instance for its gauges; one that does not answer within a second keeps its last ones."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sgl_omni.errors import InvalidRequest, PayloadError
+from sgl_omni.errors import InvalidRequest, OmniError, PayloadError
 from sgl_omni.gpu.device_memory import DeviceMemory, HostMemory
 from sgl_omni.parent import die_with_parent
 from sgl_omni.runtime.blocks import Device
@@ -107,10 +107,12 @@ class Worker:
         for name in self._instance.stages:
             try:
                 self._build(self._wiring.stages[name], spawn.group)
-            except Exception as error:  # noqa: BLE001 - reported to the supervisor with its traceback
+            except Exception as error:  # noqa: BLE001 - reported to the supervisor
                 if isinstance(error, PeerLost):
                     await asyncio.sleep(PEER_SECONDS)  # the rank that failed first is to be reported first
-                self._control.send(StartFailed(self._instance.name, name, repr(error), traceback.format_exc()))
+                on_purpose = isinstance(error, OmniError)
+                message, trace = (str(error), "") if on_purpose else (repr(error), traceback.format_exc())
+                self._control.send(StartFailed(self._instance.name, name, message, trace))
                 self._control.flush()
                 return 1
         # What was built stays: without it, a full collection stops an engine's thread for 100 ms and more.

@@ -5,6 +5,7 @@ The pipeline class imports it, so it imports neither torch nor numpy.
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from sgl_omni.engine.headers import FLOATS
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.csm.spec import CsmSpec, engine_shapes
 from sgl_omni.models.folder import check_folder, check_tensors, check_weights, find_folder, require
+from sgl_omni.models.mimi_shapes import mimi_shapes
 
 ARCHITECTURE = "CsmForConditionalGeneration"
 SPEAKERS = tuple(map(str, range(10)))
@@ -73,7 +75,11 @@ def checked(model_path: str) -> dict[str, Any]:
     if not (isinstance(end, int) and 0 <= end < codec["codebook_size"]):
         raise _wrong(file, "codebook_eos_token_id", end, f"codes are 0..{codec['codebook_size'] - 1}")
     table = next((name for name in TABLES if name in check_weights(folder)), TABLES[0])
-    check_tensors(folder, lambda: engine_shapes(CsmSpec.parse(config), table), parts=["codec_model."])
+    check_tensors(
+        folder,
+        lambda: chain(engine_shapes(CsmSpec.parse(config), table), mimi_shapes(codec, "codec_model.")),
+        parts=["codec_model."],
+    )
     return config
 
 

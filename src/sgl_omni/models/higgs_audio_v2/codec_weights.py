@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.weights import tensors_of
-
-_NORMALISED = (("weight_g", "weight_v"), ("parametrizations.weight.original0", "parametrizations.weight.original1"))
-"""Names of length and direction of a convolution's weight, by the age of the format."""
+from sgl_omni.models.higgs_audio_v2.codec_shapes import on_disk
 
 UNUSED = ("fc1.*", "decoder_semantic.*", "quantizer.*.inited", "quantizer.*.cluster_size", "quantizer.*.embed_avg")
 """What only training needs."""
@@ -34,8 +32,8 @@ class CodecWeights:
 
     def tensor(self, name: str, target: Tensor, *, norm_dim: int = 0) -> None:
         full = self._prefix + name
-        pair = next((pair for pair in self._pairs(full) if self._names.issuperset(pair)), None)
-        if full in self._names or pair is None:
+        pair = on_disk(full, self._names)
+        if pair is None:
             self._slots.append(Slot(full, target, tuple(target.shape)))
             return
         length = [size if dim == norm_dim else 1 for dim, size in enumerate(target.shape)]
@@ -55,7 +53,3 @@ class CodecWeights:
         with torch.no_grad():
             for fold in self._folds:
                 fold()
-
-    def _pairs(self, name: str) -> list[tuple[str, str]]:
-        base = name.removesuffix("weight")
-        return [(base + length, base + direction) for length, direction in _NORMALISED] if base != name else []

@@ -11,6 +11,7 @@ from typing import Any
 from sgl_omni.engine.shapes import Named
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.folder import check_folder, check_tensors, check_weights, find_folder, read_json, require
+from sgl_omni.models.higgs_audio_v2.codec_shapes import codec_shapes
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
 from sgl_omni.models.higgs_audio_v2.spec import HiggsSpec
 from sgl_omni.models.higgs_audio_v2.spec import engine_shapes as v2_shapes
@@ -99,10 +100,11 @@ class HiggsCheckpoint:
         return self.architecture == V2
 
     def check_tensors(self) -> None:
-        """Raises ``InvalidRequest`` that names the tensors of the engine that are missing or ill-shaped."""
+        """Raises ``InvalidRequest`` that names the tensors of engine and codec that are missing or ill-shaped."""
         check_tensors(self.folder, lambda: _engine_shapes(self.config, self.is_v2))
-        parts = ("acoustic_decoder.", "quantizer.")
-        check_tensors(self.codec_folder, parts=[f"{self.codec_prefix}{part}" for part in parts])
+        names = check_weights(self.codec_folder)
+        parts = [f"{self.codec_prefix}{part}" for part in ("acoustic_decoder.", "acoustic_encoder.", "quantizer.")]
+        check_tensors(self.codec_folder, lambda: codec_shapes(self.codec, self.codec_prefix, names), parts)
 
     def _check_codec(self) -> None:
         codec, codes = self.codec, self.codebook_size - 2

@@ -7,6 +7,7 @@ from typing import Any
 
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.folder import check_folder, check_tensors, check_weights, find_folder, read_json
+from sgl_omni.models.moss_tts_local.codec_shapes import codec_shapes
 from sgl_omni.models.moss_tts_local.codec_spec import CodecSpec
 from sgl_omni.models.moss_tts_local.spec import MossSpec, engine_shapes
 
@@ -43,7 +44,13 @@ def checked(model_path: str) -> dict[str, Any]:
             param="model_path",
         )
     check_tensors(folder, lambda: engine_shapes(MossSpec.parse(config)))
-    check_tensors(codec, parts=["encoder.", "decoder.", "quantizer."])
+    books, known = MossSpec.parse(config).num_codebooks, spec.quantizer.num_codebooks
+    if books > known:
+        raise InvalidRequest(
+            f"{folder / 'config.json'}: n_vq is {books}, and the audio tokenizer in {codec} has {known} codebooks",
+            param="model_path",
+        )
+    check_tensors(codec, lambda: codec_shapes(spec, books), parts=["encoder.", "decoder.", "quantizer."])
     return config
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_omni.engine.decoder_config import DecoderConfig
-from sgl_omni.engine.shapes import Named, decoder_shapes, linear_shapes
+from sgl_omni.engine.shapes import Named, decoder_shapes, linear_shapes, norm_shapes
 from sgl_omni.errors import StartupError
 
 _ACTIVATIONS = ("silu", "gelu_new")
@@ -88,23 +88,18 @@ def engine_shapes(spec: MossSpec) -> Named:
     yield from decoder_shapes(spec.decoder, "transformer.")
     for i in range(local.num_layers):
         name = f"local_transformer.h.{i}"
-        yield from _norm(f"{name}.ln_1", width)
+        yield from norm_shapes(f"{name}.ln_1", width)
         yield from linear_shapes(f"{name}.attn.c_attn", width, 3 * width, bias=True)
         yield from linear_shapes(f"{name}.attn.c_proj", width, width, bias=True)
-        yield from _norm(f"{name}.ln_2", width)
+        yield from norm_shapes(f"{name}.ln_2", width)
         yield from linear_shapes(f"{name}.mlp.fc_in", width, local.intermediate_size, bias=True)
         yield from linear_shapes(f"{name}.mlp.fc_out", local.intermediate_size, width, bias=True)
-    yield from _norm("local_transformer.ln_f", width)
+    yield from norm_shapes("local_transformer.ln_f", width)
     yield "transformer.embed_tokens.weight", (spec.decoder.vocab_size, width)
     for book in range(spec.num_codebooks):
         yield f"audio_embeddings.{book}.weight", (spec.codebook_size, width)
     if spec.binary_decision:
         yield "local_text_lm_head.weight", (2, width)
-
-
-def _norm(name: str, width: int) -> Named:
-    yield f"{name}.weight", (width,)
-    yield f"{name}.bias", (width,)
 
 
 def _codebooks(config: Mapping[str, Any]) -> tuple[int, int]:

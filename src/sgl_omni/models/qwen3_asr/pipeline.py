@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
@@ -10,6 +11,7 @@ from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.shapes import causal_shapes
 from sgl_omni.models.folder import check_tensors
 from sgl_omni.models.qwen3_asr.spec import ARCHITECTURE, AsrSpec
+from sgl_omni.models.qwen3_omni.tower_shapes import audio_shapes
 
 _STAGES = "sgl_omni.models.qwen3_asr.stages"
 
@@ -63,7 +65,10 @@ class Qwen3AsrPipelineConfig(PipelineConfig):
         spec = AsrSpec.load(model_path)
         check_tensors(
             spec.folder,
-            lambda: causal_shapes(DecoderConfig.parse({**spec.text, "model_type": "qwen3"}), spec.layout.decoder, None),
+            lambda: chain(
+                causal_shapes(DecoderConfig.parse({**spec.text, "model_type": "qwen3"}), spec.layout.decoder, None),
+                audio_shapes(spec.audio, spec.layout.tower, spec.layout.elsewhere),
+            ),
             parts=[spec.layout.tower],
         )
         return Tasks(transcription=TranscriptionTask(languages=tuple(spec.languages), max_seconds=MAX_SECONDS))

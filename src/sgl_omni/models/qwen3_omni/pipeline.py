@@ -8,6 +8,7 @@ The thinker is the fan-in: its ``merge_fn`` puts the encoders' embeddings into t
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
@@ -15,6 +16,7 @@ from sgl_omni.config.tasks import ChatTask, Tasks
 from sgl_omni.models.folder import check_tensors, find_folder, read_json
 from sgl_omni.models.qwen3_omni.prompt_spec import ARCHITECTURE, SAMPLE_RATE, PromptSpec
 from sgl_omni.models.qwen3_omni.spec import engine_shapes
+from sgl_omni.models.qwen3_omni.tower_shapes import towers_shapes
 
 _STAGES = "sgl_omni.models.qwen3_omni.stages"
 _PARTS = ("thinker.visual.", "thinker.audio_tower.", "code2wav.")
@@ -82,7 +84,8 @@ class Qwen3OmniSpeechPipelineConfig(PipelineConfig):
         """Raises ``InvalidRequest`` that names what the folder lacks, speech included."""
         spec = PromptSpec.load(model_path)
         folder = find_folder(model_path)
-        check_tensors(folder, lambda: engine_shapes(read_json(folder)), parts=_PARTS)
+        config = read_json(folder)
+        check_tensors(folder, lambda: chain(engine_shapes(config), towers_shapes(config)), parts=_PARTS)
         return Tasks(
             chat=ChatTask(
                 text_output="decode",

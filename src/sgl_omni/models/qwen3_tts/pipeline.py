@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
 from sgl_omni.models.folder import check_tensors, read_json
-from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE, BASE, SPEECH_TOKENIZER, ModelFacts
+from sgl_omni.models.qwen3_tts.codec_shapes import check_decoder, check_encoders
+from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE, BASE, ModelFacts
 from sgl_omni.models.qwen3_tts.spec import TalkerSpec, talker_shapes
 
 _STAGES = "sgl_omni.models.qwen3_tts.stages"
@@ -63,7 +64,9 @@ class Qwen3TTSPipelineConfig(PipelineConfig):
         check_tensors(
             facts.folder, lambda: talker_shapes(TalkerSpec.parse(config)), parts=["speaker_encoder."] * clones
         )
-        check_tensors(facts.folder / SPEECH_TOKENIZER, parts=["decoder.", *["encoder."] * clones])
+        check_decoder(facts.folder)
+        if clones:
+            check_encoders(facts.folder)
         voices = tuple(facts.speakers)
         return Tasks(
             speech=SpeechTask(

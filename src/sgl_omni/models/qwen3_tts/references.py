@@ -19,23 +19,13 @@ from sgl_omni.audio.decode import decode_audio
 from sgl_omni.engine.checkpoint import Checkpoint, Slot, read_config
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.qwen3_tts.codec import fill
+from sgl_omni.models.qwen3_tts.codec_shapes import SPEAKER_DEFAULTS
 from sgl_omni.models.qwen3_tts.facts import SPEECH_TOKENIZER
 from sgl_omni.models.qwen3_tts.preprocess import Voice
 
 LEAST_SECONDS, MOST_SECONDS = 0.5, 60.0
 _KEPT_VOICES = 64
 _MEL_SIZE, _HOP, _MEL_BANDS = 1024, 256, 128
-_SPEAKER_DEFAULTS: dict[str, Any] = {
-    "mel_dim": _MEL_BANDS,
-    "enc_dim": 1024,
-    "enc_channels": [512, 512, 512, 512, 1536],
-    "enc_kernel_sizes": [5, 3, 3, 3, 1],
-    "enc_dilations": [1, 2, 3, 4, 1],
-    "enc_attention_channels": 128,
-    "enc_res2net_scale": 8,
-    "enc_se_channels": 128,
-    "sample_rate": 24000,
-}
 
 
 class SpeakerEncoder:
@@ -67,7 +57,7 @@ class SpeakerEncoder:
         given = checkpoint.config().get("speaker_encoder_config")
         if not isinstance(given, dict):
             raise StartupError(f"{folder / 'config.json'} lacks the field speaker_encoder_config")
-        config: Any = SimpleNamespace(**(_SPEAKER_DEFAULTS | given))
+        config: Any = SimpleNamespace(**{**SPEAKER_DEFAULTS, **given})
         network = ECAPA_TimeDelayNet(config).eval().requires_grad_(False)
         fill(network, checkpoint, "speaker_encoder.")  # before any of the device's memory is taken
         return cls(network.to(device), config.sample_rate, device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Prompt, Request, Segment
 from sgl_omni.engine.task import Task, parse_sampling, whole_number
-from sgl_omni.errors import InvalidRequest
+from sgl_omni.errors import InvalidRequest, NotFinite
 from sgl_omni.models.whisper.rules import Mode, next_times, plan_of
 from sgl_omni.models.whisper.spec import TASKS, WhisperSpec
 
@@ -200,7 +200,7 @@ class WhisperTask(Task):
         if not 1 <= shape[0] <= most:
             raise InvalidRequest(f"encoder_states must have 1 to {most} frames, not {shape[0]}", param="file")
         if not bool(torch.isfinite(states).all()):
-            raise InvalidRequest("encoder_states are not all finite", param="file")
+            raise NotFinite("encoder_states are")
         return Window(float(window["start"]), float(window["end"]), states)
 
     def _task(self, payload: Payload) -> str:
