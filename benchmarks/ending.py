@@ -1,4 +1,4 @@
-"""How a benchmark that is told to end (SIGTERM, as `timeout` sends it) ends what it has started."""
+"""How a benchmark that is told to end (SIGTERM, as `timeout` sends it, or Ctrl-C) ends what it has started."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ STATUS = 128 + signal.SIGTERM
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Runs it. SIGTERM cancels it, so that what it has open ends as it always does, and exits with status 143.
+    """Runs it. SIGTERM or SIGINT cancels it, so that what it has open ends as it always does; the status is 143 or 130.
 
     Only the first one does: `timeout` sends two, to the program and to its process group.
     """
-    told = False
+    told = 0
 
     async def guarded() -> T:
         task = asyncio.current_task()
         assert task is not None
 
-        def end() -> None:
+        def end(number: int) -> None:
             nonlocal told
             if not told:
-                told = True
+                told = number
                 _tell_children()
                 task.cancel()
 
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
         return await main
 
     try:
         return uvloop.run(guarded())
     except asyncio.CancelledError:
-        sys.exit(STATUS)
+        sys.exit(128 + told)
 
 
 def exit_when_told() -> None:

@@ -323,6 +323,9 @@ def failures(folder: Path) -> Iterator[Exception]:
         ),
         ("qwen3_tts", "speech_tokenizer", "encoder_config", None, "lacks the field encoder_config"),
         ("csm", "", "codec_config.num_filters", "many", "codec_config.num_filters is 'many', no whole number"),
+        ("moss", "codec", "decoder_kwargs.0.num_layers", 10**9, "decoder_kwargs.0.num_layers is 1000000000, more"),
+        ("qwen3_tts", "speech_tokenizer", "encoder_config.num_quantizers", 10**9, "num_quantizers is 1000000000, more"),
+        ("csm", "", "codec_config.num_semantic_quantizers", 10**9, "num_semantic_quantizers is 1000000000, more than"),
     ],
 )
 def test_a_field_that_says_no_shapes_is_named(
@@ -333,12 +336,32 @@ def test_a_field_that_says_no_shapes_is_named(
     config = within = json.loads(file.read_text())
     *path, last = field.split(".")
     for part in path:
-        within = within[part]
-    within.pop(last)
+        within = within[int(part)] if isinstance(within, list) else within[part]
+    within.pop(last, None)
     if value is not None:
         within[last] = value
     file.write_text(json.dumps(config))
     assert told.format(folder=folder) in refused(folder)
+
+
+def test_buffers_that_nobody_loads_are_let_be(copied: Callable[[str], Path]) -> None:
+    folder = copied("csm")
+    file = read_headers(folder)["codec_model.decoder.layers.0.conv.weight"].file
+    buffers = {
+        "codec_model.decoder_transformer.rotary_emb.inv_freq": torch.ones(4),
+        "codec_model.decoder.layers.0.norm.num_batches_tracked": torch.tensor(3),
+    }
+    save_file(load_file(file) | buffers, file)
+    cls = PipelineRegistry().by_model(str(folder))
+    assert cls is not None
+    cls.tasks(str(folder))
+    entries = read_headers(folder)
+    assert entries.keys() >= buffers.keys()
+    known = {name: entry.shape for name, entry in entries.items() if name not in buffers}
+    check_shapes(entries, known.items(), "here", prefix="")
+    with pytest.raises(CheckpointError, match=r"unknown: codec_model\.decoder\.layers\.0\.conv\.weight"):
+        del known["codec_model.decoder.layers.0.conv.weight"]
+        check_shapes(entries, known.items(), "here", prefix="")
 
 
 def test_an_index_and_its_shards_must_agree(copied: Callable[[str], Path]) -> None:

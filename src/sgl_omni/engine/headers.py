@@ -75,6 +75,14 @@ def read_headers(folder: Path) -> dict[str, Entry]:
     return {name: found[file][name] for name, file in files.items()}
 
 
+_DERIVED = ("rotary_emb.inv_freq", "num_batches_tracked")
+
+
+def is_derived(name: str) -> bool:
+    """Whether a tensor is a buffer that some versions of a model's classes save, and nobody needs to load."""
+    return name.endswith(_DERIVED)
+
+
 def check_shapes(
     entries: Mapping[str, Entry],
     wanted: Iterable[tuple[str, Shape]],
@@ -89,7 +97,7 @@ def check_shapes(
     """
     shapes = dict(wanted)
     missing = sorted(shapes.keys() - entries.keys())
-    others = () if prefix is None else sorted(name for name in entries if name.startswith(prefix))
+    others = () if prefix is None else sorted(n for n in entries if n.startswith(prefix) and not is_derived(n))
     unknown = [name for name in others if name not in shapes and not any(fnmatch(name, each) for each in ignore)]
     problems = [f"missing: {listed(missing)}"] * bool(missing) + [f"unknown: {listed(unknown)}"] * bool(unknown)
     if problems:

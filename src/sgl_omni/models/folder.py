@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sgl_omni.engine.headers import FLOATS, CheckpointError, Entry, check_shapes, read_headers
+from sgl_omni.engine.headers import FLOATS, CheckpointError, Entry, check_shapes, is_derived, read_headers
 from sgl_omni.engine.shapes import Named
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.text.template import check_template
@@ -44,14 +44,17 @@ def find_folder(model_path: str) -> Path:
     )
 
 
-def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """Raises ``InvalidRequest`` that names the file where it is absent, malformed or no object."""
+def read_json(folder: Path, name: str = "config.json", *, bounded: bool = True) -> dict[str, Any]:
+    """Raises ``InvalidRequest`` that names the file where it is absent, malformed or no object, or, if ``bounded``,
+    where it counts more layers than any model has."""
     try:
         found = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"{folder / name} cannot be read: {error}", param="model_path") from error
     if not isinstance(found, dict):
         raise InvalidRequest(f"{folder / name} is not a JSON object", param="model_path")
+    if bounded:
+        _check_repeated(found, folder / name)
     return found
 
 
@@ -65,10 +68,20 @@ _WHOLE = frozenset(
     }
 )
 _REAL = frozenset({"rms_norm_eps", "layer_norm_eps", "rope_theta"})
-_REPEATED = re.compile(r"(^|_)(layers|depth|experts)$")
+_REPEATED = re.compile(r"(^|_)(layers|depth|experts|quantizers|codebooks|res2net_scale)$")
 _MOST_REPEATED = 4096
-"""Layers, or experts of one: more is no model, and would be counted out name by name."""
+"""Layers, or experts or codebooks of one: more is no model, and would be counted out name by name."""
 _SAMPLING = re.compile(r"(^|_)(temperature|top_k|top_p|repetition_penalty|max_new_tokens|max_length)$")
+
+
+def _check_repeated(config: Mapping[str, Any], file: Path, within: str = "") -> None:
+    for name, value in config.items():
+        parts = value if isinstance(value, list) else [value]
+        for i, part in enumerate(parts):
+            if isinstance(part, Mapping):
+                _check_repeated(part, file, f"{within}{name}.{f'{i}.' if isinstance(value, list) else ''}")
+        if _REPEATED.search(name) and isinstance(value, int) and value > _MOST_REPEATED:
+            raise InvalidRequest(f"{file}: {within}{name} is {value}, more than {_MOST_REPEATED}", param="model_path")
 
 
 def check_numbers(config: Mapping[str, Any], file: Path, within: str = "") -> None:
@@ -76,8 +89,6 @@ def check_numbers(config: Mapping[str, Any], file: Path, within: str = "") -> No
     for name, value in config.items():
         if isinstance(value, Mapping):
             check_numbers(value, file, f"{within}{name}.")
-        elif _REPEATED.search(name) and isinstance(value, int) and value > _MOST_REPEATED:
-            raise InvalidRequest(f"{file}: {within}{name} is {value}, more than {_MOST_REPEATED}", param="model_path")
         elif value is None or name not in _WHOLE | _REAL:
             continue
         elif isinstance(value, bool) or not isinstance(value, int if name in _WHOLE else (int, float)) or value <= 0:
@@ -178,7 +189,8 @@ def check_weights(folder: Path, dtypes: Collection[str] = LOADABLE) -> dict[str,
         entries = read_headers(folder)
     except CheckpointError as error:
         raise InvalidRequest(str(error), param="model_path") from error
-    other = next((name for name, entry in entries.items() if entry.dtype not in dtypes), None)
+    loaded = ((name, entry) for name, entry in entries.items() if not is_derived(name))
+    other = next((name for name, entry in loaded if entry.dtype not in dtypes), None)
     if other is not None:
         raise InvalidRequest(
             f"{entries[other].file}: {other} is {entries[other].dtype}, not one of {', '.join(sorted(dtypes))}",

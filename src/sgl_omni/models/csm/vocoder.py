@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from sgl_omni.audio.causal import CausalStream, Codes
+from sgl_omni.audio.chunk import audio_chunk
 from sgl_omni.audio.gathering import Gathering
 from sgl_omni.audio.stretch import TimeStretch
 from sgl_omni.engine.task import HandOver
@@ -81,4 +82,4 @@ class CsmVocoder(StreamStage[VocoderState]):
 
     def _chunk(self, samples: NDArray[np.float32]) -> Iterator[Payload]:
         if len(samples):
-            yield {"audio": samples, "sample_rate": self._codec.sample_rate}
+            yield audio_chunk(samples, self._codec.sample_rate)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sgl_omni.audio.chunk import audio_chunk
 from sgl_omni.models.demo_voice.chunking import ready_chunks
 from sgl_omni.models.demo_voice.codec import CodecDecoder
 from sgl_omni.runtime.stage import Payload, Request, StreamStage
@@ -76,7 +77,7 @@ class DemoVocoder(StreamStage[VocoderState]):
 
     def _emit(self, audio: np.ndarray) -> Iterator[Payload]:
         if len(audio):
-            yield {"audio": audio, "sample_rate": self._codec.spec.sample_rate}
+            yield audio_chunk(audio, self._codec.spec.sample_rate)
 
     def _no_codes(self) -> np.ndarray:
         return np.zeros((0, self._codec.spec.num_codebooks), dtype=np.int16)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sgl_omni.audio.chunk import audio_chunk
 from sgl_omni.audio.stretch import TimeStretch
 from sgl_omni.engine.task import HandOver
 from sgl_omni.models.moss_tts_local.codec import CodecDecoder, CodecStream
@@ -73,4 +74,4 @@ class MossVocoder(StreamStage[VocoderState]):
 
     def _chunk(self, samples: NDArray[np.float32]) -> Iterator[Payload]:
         if len(samples):
-            yield {"audio": samples, "sample_rate": self._sample_rate}
+            yield audio_chunk(samples, self._sample_rate)

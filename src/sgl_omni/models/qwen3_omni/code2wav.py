@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sgl_omni.audio.chunk import audio_chunk
 from sgl_omni.audio.gathering import Gathering
 from sgl_omni.errors import StartupError
 from sgl_omni.models.qwen3_omni.loading import load_part, whole_config
@@ -127,4 +128,4 @@ class Code2Wav(StreamStage[SpokenState]):
         state.start, state.length = end, end - state.start
         state.sent += len(new)
         if len(new):
-            yield {"audio": new, "sample_rate": SAMPLE_RATE}
+            yield audio_chunk(new, SAMPLE_RATE)

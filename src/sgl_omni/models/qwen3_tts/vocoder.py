@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from sgl_omni.audio.causal import CausalStream, Codes
+from sgl_omni.audio.chunk import audio_chunk
 from sgl_omni.audio.gathering import Gathering
 from sgl_omni.audio.stretch import TimeStretch
 from sgl_omni.models.qwen3_tts.codec import CodecDecoder
@@ -103,4 +104,4 @@ class Vocoder(StreamStage[VocoderState]):
 
     def _chunk(self, audio: Samples) -> Iterator[Payload]:
         if len(audio):
-            yield {"audio": audio, "sample_rate": self._sample_rate}
+            yield audio_chunk(audio, self._sample_rate)

@@ -1,0 +1,17 @@
+"""A piece of audio as vocoders hand it on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_omni.errors import NotFinite
+
+
+def audio_chunk(samples: npt.NDArray[np.float32], sample_rate: int) -> dict[str, Any]:
+    """``{"audio": float32 [samples], "sample_rate": int}``. Raises ``NotFinite``: such samples would be silence."""
+    if not np.isfinite(samples).all():
+        raise NotFinite("the vocoder's samples are")
+    return {"audio": samples, "sample_rate": sample_rate}
