@@ -179,6 +179,8 @@ class Scheduler:
         Requests that were aborted meanwhile are passed over.
         """
         size = self._pool.page_size
+        # An output that is run again after a retraction, alone in its chunk, looks like one that is decoded.
+        all_yield = all(chunk.yields_output for chunk in chunks)
         for chunk in chunks:
             chunk.request.launched += chunk.yields_output
             request = chunk.request
@@ -188,7 +190,7 @@ class Scheduler:
             for page in whole:
                 self._pool.remember(request.pages[page], request.page_keys[page])
             request.computed = chunk.stop
-        if self._limits.rows_ahead:
+        if self._limits.rows_ahead and all_yield:
             self._count_repeats(chunks)
 
     def _count_repeats(self, chunks: Sequence[Chunk]) -> None:
