@@ -344,6 +344,11 @@ def test_a_field_that_says_no_shapes_is_named(
     assert told.format(folder=folder) in refused(folder)
 
 
+def test_words_of_a_vocabulary_count_nothing(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"depth": 18053}}}))
+    assert models_folder.read_json(tmp_path, "tokenizer.json")["model"]["vocab"] == {"depth": 18053}
+
+
 def test_buffers_that_nobody_loads_are_let_be(copied: Callable[[str], Path]) -> None:
     folder = copied("csm")
     file = read_headers(folder)["codec_model.decoder.layers.0.conv.weight"].file

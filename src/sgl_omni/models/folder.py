@@ -46,14 +46,14 @@ def find_folder(model_path: str) -> Path:
 
 def read_json(folder: Path, name: str = "config.json", *, bounded: bool = True) -> dict[str, Any]:
     """Raises ``InvalidRequest`` that names the file where it is absent, malformed or no object, or, if ``bounded``,
-    where it counts more layers than any model has."""
+    where it is a ``config.json`` that counts more layers than any model has. A vocabulary may hold such words."""
     try:
         found = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"{folder / name} cannot be read: {error}", param="model_path") from error
     if not isinstance(found, dict):
         raise InvalidRequest(f"{folder / name} is not a JSON object", param="model_path")
-    if bounded:
+    if bounded and name == "config.json":
         _check_repeated(found, folder / name)
     return found
 
