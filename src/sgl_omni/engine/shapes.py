@@ -87,6 +87,12 @@ def grown_shapes(name: str, inputs: int, outputs: int, kernel: int) -> Named:
     yield f"{name}.bias", (outputs,)
 
 
+def square_attention_shapes(name: str, width: int, *, key_bias: bool = True) -> Named:
+    """Four square projections of one width, as encoders have them."""
+    for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        yield from linear_shapes(f"{name}.{part}", width, width, bias=key_bias or part != "k_proj")
+
+
 def norm_shapes(name: str, size: int) -> Named:
     """A layer norm with its bias."""
     yield f"{name}.weight", (size,)

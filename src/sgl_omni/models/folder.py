@@ -44,18 +44,23 @@ def find_folder(model_path: str) -> Path:
     )
 
 
-def read_json(folder: Path, name: str = "config.json", *, bounded: bool = True) -> dict[str, Any]:
-    """Raises ``InvalidRequest`` that names the file where it is absent, malformed or no object, or, if ``bounded``,
-    where it is a ``config.json`` that counts more layers than any model has. A vocabulary may hold such words."""
+def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """Raises ``InvalidRequest`` that names the file where it is absent, malformed or no object."""
     try:
         found = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"{folder / name} cannot be read: {error}", param="model_path") from error
     if not isinstance(found, dict):
         raise InvalidRequest(f"{folder / name} is not a JSON object", param="model_path")
-    if bounded and name == "config.json":
-        _check_repeated(found, folder / name)
     return found
+
+
+def read_sizes(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a model or codec, whose sizes are then counted out. Raises ``InvalidRequest`` as
+    ``read_json`` does, and where it counts more layers than any model has."""
+    config = read_json(folder)
+    _check_repeated(config, folder / "config.json")
+    return config
 
 
 _WHOLE = frozenset(
@@ -113,7 +118,7 @@ def check_folder(
     headers and lengths are read, not their data.
     Raises ``InvalidRequest`` that names file and field.
     """
-    config = read_json(folder)
+    config = read_sizes(folder)
     found = config.get("architectures")
     if not isinstance(found, list) or not set(architectures) & set(map(str, found)):
         raise InvalidRequest(

@@ -97,7 +97,7 @@ def architectures_in(model_path: str) -> frozenset[str]:
     Raises ``InvalidRequest`` that names the file where there is no such file or list.
     """
     folder = find_folder(model_path)
-    names = read_json(folder, bounded=False).get("architectures")
+    names = read_json(folder).get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise InvalidRequest(f"{folder / 'config.json'}: architectures is {names!r}, not a list of names", "model_path")
     return frozenset(names)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import Any
 
-from sgl_omni.engine.shapes import Named, conv_shapes, grown_shapes, linear_shapes, norm_shapes
+from sgl_omni.engine.shapes import Named, conv_shapes, grown_shapes, linear_shapes, norm_shapes, square_attention_shapes
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
 
 _NORMALISED = (("weight_g", "weight_v"), ("parametrizations.weight.original0", "parametrizations.weight.original1"))
@@ -127,8 +127,7 @@ def _hubert(said: Mapping[str, Any]) -> Named:
     yield from norm_shapes(f"{_SEMANTIC}encoder.layer_norm", width)
     for i in range(said["num_hidden_layers"]):
         layer = f"{_SEMANTIC}encoder.layers.{i}"
-        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield from linear_shapes(f"{layer}.attention.{part}", width, width, bias=True)
+        yield from square_attention_shapes(f"{layer}.attention", width)
         yield from norm_shapes(f"{layer}.layer_norm", width)
         yield from linear_shapes(f"{layer}.feed_forward.intermediate_dense", width, inner, bias=True)
         yield from linear_shapes(f"{layer}.feed_forward.output_dense", inner, width, bias=True)

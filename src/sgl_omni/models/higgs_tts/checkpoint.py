@@ -10,7 +10,15 @@ from typing import Any
 
 from sgl_omni.engine.shapes import Named
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.folder import check_folder, check_tensors, check_weights, find_folder, read_json, require
+from sgl_omni.models.folder import (
+    check_folder,
+    check_tensors,
+    check_weights,
+    find_folder,
+    read_json,
+    read_sizes,
+    require,
+)
 from sgl_omni.models.higgs_audio_v2.codec_shapes import codec_shapes
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
 from sgl_omni.models.higgs_audio_v2.spec import HiggsSpec
@@ -124,7 +132,7 @@ def _codec_apart(folder: Path) -> dict[str, Any]:
     """The tokenizer in a folder or repository of its own, as Higgs Audio v2 has it."""
     own = folder / CODEC_FOLDER
     codec_folder = own if own.is_dir() else find_folder(_codec_name(folder))
-    config = read_json(codec_folder)
+    config = read_sizes(codec_folder)
     check_weights(codec_folder)
     spec = CodecSpec.parse(config, str(codec_folder / "config.json"))
     return {"codec": spec, "codec_folder": codec_folder, "codec_prefix": ""}
@@ -133,7 +141,7 @@ def _codec_apart(folder: Path) -> dict[str, Any]:
 def _codec_inside(folder: Path) -> dict[str, Any]:
     """The tokenizer's weights in the checkpoint itself; a config, where it differs from the published one, beside."""
     file = folder / CODEC_FOLDER / "config.json"
-    config = read_json(file.parent) if file.is_file() else {}
+    config = read_sizes(file.parent) if file.is_file() else {}
     spec = CodecSpec.parse(config, str(file))
     return {"codec": spec, "codec_folder": folder, "codec_prefix": CODEC_PREFIX}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest, StartupError
-from sgl_omni.models.folder import check_folder, check_tensors, check_weights, find_folder, read_json
+from sgl_omni.models.folder import check_folder, check_tensors, check_weights, find_folder, read_json, read_sizes
 from sgl_omni.models.moss_tts_local.codec_shapes import codec_shapes
 from sgl_omni.models.moss_tts_local.codec_spec import CodecSpec
 from sgl_omni.models.moss_tts_local.spec import MossSpec, engine_shapes
@@ -33,7 +33,7 @@ def checked(model_path: str) -> dict[str, Any]:
     config = check_folder(folder, (ARCHITECTURE,), fields=_FIELDS)
     codec = codec_folder(folder)
     try:
-        spec = CodecSpec.parse(read_json(codec))
+        spec = CodecSpec.parse(read_sizes(codec))
     except StartupError as error:
         raise InvalidRequest(f"{codec / 'config.json'}: {error}", param="model_path") from error
     check_weights(codec)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from sgl_omni.engine.shapes import Named, linear_shapes, norm_shapes
+from sgl_omni.engine.shapes import Named, linear_shapes, norm_shapes, square_attention_shapes
 from sgl_omni.models.qwen3_tts.codec_shapes import transformer_shapes, waveform_shapes
 
 _AUDIO: Mapping[str, Any] = {
@@ -67,8 +67,7 @@ def audio_shapes(config: Mapping[str, Any], prefix: str, elsewhere: Mapping[str,
     yield from linear_shapes(f"{prefix}conv_out", channels * bins, width, bias=False)
     for i in range(said["encoder_layers"]):
         layer = f"{prefix}layers.{i}"
-        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield from linear_shapes(f"{layer}.self_attn.{part}", width, width, bias=True)
+        yield from square_attention_shapes(f"{layer}.self_attn", width)
         yield from norm_shapes(f"{layer}.self_attn_layer_norm", width)
         yield from linear_shapes(f"{layer}.fc1", width, inner, bias=True)
         yield from linear_shapes(f"{layer}.fc2", inner, width, bias=True)

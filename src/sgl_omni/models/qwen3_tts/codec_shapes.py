@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_omni.engine.shapes import Named, conv_shapes, grown_shapes, linear_shapes, mlp_shapes, norm_shapes
-from sgl_omni.models.folder import check_numbers, check_tensors, read_json, require
+from sgl_omni.models.folder import check_numbers, check_tensors, read_json, read_sizes, require
 from sgl_omni.models.mimi_shapes import mimi_shapes
 from sgl_omni.models.qwen3_tts.facts import SPEECH_TOKENIZER
 
@@ -47,7 +47,7 @@ DECODER_FIELDS = (
 def check_decoder(folder: Path) -> None:
     """Of a checkpoint's speech tokenizer. Raises ``InvalidRequest`` that names file and tensor or field."""
     speech = folder / SPEECH_TOKENIZER
-    config = read_json(speech)
+    config = read_sizes(speech)
     for field in DECODER_FIELDS:
         require(config, f"decoder_config.{field}", speech / "config.json")
     check_numbers(config, speech / "config.json")
@@ -57,7 +57,7 @@ def check_decoder(folder: Path) -> None:
 def check_encoders(folder: Path) -> None:
     """What clones voices: the speech tokenizer's encoder, and the speaker's. Raises as `check_decoder` does."""
     speech = folder / SPEECH_TOKENIZER
-    mimi = require(read_json(speech), "encoder_config", speech / "config.json")
+    mimi = require(read_sizes(speech), "encoder_config", speech / "config.json")
     check_tensors(speech, lambda: mimi_shapes(mimi, "encoder.", decoder=False), parts=["encoder."])
     speaker = require(read_json(folder), "speaker_encoder_config", folder / "config.json")
     check_tensors(folder, lambda: speaker_shapes(speaker, "speaker_encoder."))

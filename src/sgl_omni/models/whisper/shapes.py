@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sgl_omni.engine.shapes import Named, linear_shapes
+from sgl_omni.engine.shapes import Named, linear_shapes, norm_shapes, square_attention_shapes
 
 _SIDES = (("encoder", "source", ("self_attn",)), ("decoder", "target", ("self_attn", "encoder_attn")))
 
@@ -16,7 +16,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> Named:
     for side, source, kinds in _SIDES:
         prefix = f"model.{side}."
         yield f"{prefix}embed_positions.weight", (config[f"max_{source}_positions"], width)
-        yield from _norm(f"{prefix}layer_norm", width)
+        yield from norm_shapes(f"{prefix}layer_norm", width)
         for i in range(config[f"{side}_layers"]):
             yield from _layer(f"{prefix}layers.{i}", width, config[f"{side}_ffn_dim"], kinds)
     yield "model.decoder.embed_tokens.weight", (config["vocab_size"], width)
@@ -27,14 +27,8 @@ def tensor_shapes(config: Mapping[str, Any]) -> Named:
 
 def _layer(name: str, width: int, feed_size: int, kinds: Sequence[str]) -> Named:
     for kind in kinds:
-        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield from linear_shapes(f"{name}.{kind}.{part}", width, width, bias=part != "k_proj")
-        yield from _norm(f"{name}.{kind}_layer_norm", width)
+        yield from square_attention_shapes(f"{name}.{kind}", width, key_bias=False)
+        yield from norm_shapes(f"{name}.{kind}_layer_norm", width)
     yield from linear_shapes(f"{name}.fc1", width, feed_size, bias=True)
     yield from linear_shapes(f"{name}.fc2", feed_size, width, bias=True)
-    yield from _norm(f"{name}.final_layer_norm", width)
-
-
-def _norm(name: str, width: int) -> Named:
-    yield f"{name}.weight", (width,)
-    yield f"{name}.bias", (width,)
+    yield from norm_shapes(f"{name}.final_layer_norm", width)
