@@ -20,9 +20,9 @@ MIB, GIB = 2**20, 2**30
 CONFIG = Path(__file__).parents[2] / "examples/mps_dp/configs/demo_cpu_dp2.yaml"
 
 
-def reading(used: int, *, rows: float = 0, steps: float = 0, launching: float = 0, token: int = 1000) -> Reading:
+def reading(peak: int, *, rows: float = 0, steps: float = 0, launching: float = 0, token: int = 1000) -> Reading:
     return Reading(
-        kv_used=used,
+        kv_peak=peak,
         kv_capacity=100_000,
         page_tokens=64,
         bytes_per_token=token,
@@ -39,7 +39,7 @@ def seen(*readings: Reading, active: float = 0.3) -> Seen:
         seconds=10.0,
         device_bytes=800 * MIB,
         weights_bytes=500 * MIB,
-        readings=readings or (reading(1000, rows=100), reading(5000, rows=2500), reading(3000, rows=4900)),
+        readings=readings or (reading(1000, rows=100), reading(3000, rows=2500), reading(5000, rows=4900)),
     )
 
 

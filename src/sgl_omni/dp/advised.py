@@ -58,7 +58,7 @@ def measured(seen: Seen) -> Measured:
         weights_bytes=seen.weights_bytes,
         other_bytes=max(0, beside - a_token * last.kv_capacity),
         bytes_per_token=a_token,
-        tokens_needed=max(1, *(reading.kv_used for reading in seen.readings)),
+        tokens_needed=max(1, last.kv_peak),
         page_tokens=max(1, last.page_tokens),
     )
 

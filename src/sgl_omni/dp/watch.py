@@ -21,9 +21,10 @@ TIMEOUT = 5.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """The engine's gauges at one moment. 0 where the engine does not tell; ``steps`` and ``launch_seconds`` are those
-    of engines that run on a GPU's rows."""
+    of engines that run on a GPU's rows. ``kv_peak``: most KV tokens in use at once since the server's start, as a look
+    now and then would miss short requests."""
 
-    kv_used: int
+    kv_peak: int
     kv_capacity: int
     page_tokens: int
     bytes_per_token: int
@@ -82,7 +83,7 @@ class Watch:
         if "kv_capacity_tokens" not in values:
             raise LaunchFailed(f"{self._url} says nothing of an engine stage '{self._stage}'")
         return Reading(
-            kv_used=int(values.get("kv_used_tokens", 0)),
+            kv_peak=int(values.get("kv_peak_tokens", 0)),
             kv_capacity=int(values["kv_capacity_tokens"]),
             page_tokens=int(values.get("kv_page_tokens", 0)),
             bytes_per_token=int(values.get("kv_bytes_per_token", 0)),

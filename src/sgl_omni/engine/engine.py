@@ -242,6 +242,7 @@ class AutoregressiveEngine:
             "queued": len(self._scheduler.waiting),
             "kv_capacity_tokens": self._pool.capacity,
             "kv_used_tokens": self._pool.used * self._pool.page_size,
+            "kv_peak_tokens": self._pool.peak * self._pool.page_size,
             "kv_page_tokens": self._pool.page_size,
             "kv_bytes_per_token": self._pool.bytes_per_token,
             "kv_reusable_tokens": self._pool.cached * self._pool.page_size,

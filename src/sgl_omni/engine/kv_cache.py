@@ -65,6 +65,8 @@ class PagePool:
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self.peak = 0
+        """Most pages that were in use at once so far."""
 
     @property
     def capacity(self) -> int:
@@ -94,6 +96,7 @@ class PagePool:
         pages = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for page in pages:
             self._users[page] = 1
+        self.peak = max(self.peak, self.used)
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
@@ -124,6 +127,7 @@ class PagePool:
             self._cached.pop(page, None)
             self._users[page] += 1
             pages.append(page)
+        self.peak = max(self.peak, self.used)
         return pages
 
     def _evict(self) -> int:

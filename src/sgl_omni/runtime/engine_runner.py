@@ -50,7 +50,7 @@ class EngineRunner(Runner):
     ``input_open`` while more is to come; what follows extends its input, and the end of all of it closes it.
     """
 
-    STATS_INTERVAL = 1.0
+    STATS_INTERVAL = 0.25
 
     def __init__(self, stage: EngineStage, name: str) -> None:
         self._engine = stage.engine
