@@ -211,7 +211,14 @@ class AutoregressiveEngine:
             self._leave_source(request)
 
     def step(self) -> Sequence[EngineOutput]:
-        rows = self._step(self._runner) if self._ahead is None else self._step_ahead(self._ahead)
+        if self._ahead is None:
+            return self._take(self._step(self._runner))
+        rows, due = self._step_ahead(self._ahead)
+        outputs = self._take(rows) if rows else []
+        handed = [self._output(request, ended=False) for request in due]
+        return outputs + [output for output in handed if output is not None]
+
+    def _take(self, rows: Sequence[tuple[Request, list[int]]]) -> list[EngineOutput]:
         failed = [self._fail(request) for request, _ in rows if request.not_finite]
         rows = [(request, row) for request, row in rows if not request.not_finite] if failed else rows
         self._generated += len(rows)
@@ -224,17 +231,20 @@ class AutoregressiveEngine:
         self._scheduler.complete(chunks)
         return [(chunk.request, row) for chunk, row in zip(chunks, rows, strict=True) if row is not None]
 
-    def _step_ahead(self, runner: AheadRunner) -> list[tuple[Request, list[int]]]:
-        """Launches the next step, then reads the one before, while the device goes on."""
+    def _step_ahead(self, runner: AheadRunner) -> tuple[Sequence[tuple[Request, list[int]]], Sequence[Request]]:
+        """Launches the next step, then reads the one before, while the device goes on.
+
+        Returns rows to take, and requests of whose rows there is something to hand on.
+        """
         before, self._launched = self._launched, None
         if self._scheduler.repeat():
             self._launched = runner.repeat()
-            return [] if before is None else self._quiet.take(before)
+            return ((), ()) if before is None else self._quiet.take(before)
         self._quiet.hand_out()
         if chunks := self._scheduler.schedule():
             self._launched = runner.launch(chunks)
             self._scheduler.complete(chunks)
-        return [] if before is None else before.read()
+        return () if before is None else before.read(), ()
 
     def stats(self) -> dict[str, float]:
         return {

@@ -24,22 +24,26 @@ class QuietRows:
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self._end_marks = [np.int64(each).tobytes() for each in task.end_ids]
         self._owners: Sequence[tuple[Request, int]] = []
         self._is_read_whole = False
         self._kept = np.empty((0, 0, 0), np.int64)
         self._count = 0
         self._given: list[int] = []  # how many of the kept rows each request has
-        self._due: dict[int, set[int]] = {}  # whose row of a step needs a look, by how many are kept before it
-        self._again: Sequence[int] = ()  # whose rows were handed out in the last step
+        # Whose row of a step has to be taken, and who then has something to hand on, by how many are kept before it.
+        self._to_take: dict[int, set[int]] = {}
+        self._to_hand_on: dict[int, set[int]] = {}
+        self._again: Sequence[int] = ()  # who has to be looked at anew, as something came of the last step
         self.handed_out = 0
 
-    def take(self, step: LaunchedStep) -> list[tuple[Request, list[int]]]:
-        """Waits for the step. Returns the rows that something may come of, after those before them."""
+    def take(self, step: LaunchedStep) -> tuple[Sequence[tuple[Request, list[int]]], Sequence[Request]]:
+        """Waits for the step. Returns the rows that may end something, and whose others there is something to hand on
+        of; both have all rows before."""
         if step.owners is not self._owners:
             self.hand_out()
             self._begin(step.owners)
         if self._is_read_whole:
-            return step.read()
+            return step.read(), ()
         if self._count == _STEPS:
             self._give_all()
             self._begin(step.owners)
@@ -48,10 +52,14 @@ class QuietRows:
         rows = step.rows()
         if len(rows) > self._kept.shape[1]:  # the owners' first
             self._kept = np.empty((_STEPS, *rows.shape), np.int64)
-        self._kept[self._count, : len(rows)] = rows
-        self._again = due = self._due_now(rows)
-        self._count += 1
-        return self._found(rows, due) if due else []
+        at = self._count
+        self._kept[at, : len(rows)] = rows
+        self._count = at + 1
+        to_take, to_hand_on = self._to_take.pop(at, set()), self._to_hand_on.pop(at, set())
+        self._find_ends(rows, to_take)
+        to_hand_on -= to_take
+        self._again = [*to_take, *to_hand_on]
+        return self._take(rows, to_take) if to_take else (), self._hand_on(to_hand_on) if to_hand_on else ()
 
     def hand_out(self) -> None:
         """Gives all that was kept to its requests, but for those that have ended since."""
@@ -64,33 +72,45 @@ class QuietRows:
         self._is_read_whole = any(request.hidden is not None for request, _ in owners)  # these belong to their step
         self._count = 0
         self._given = [0] * len(owners)
-        self._due = {}
+        self._to_take, self._to_hand_on = {}, {}
         self._again = range(len(owners))
 
     def _look_at(self, i: int) -> None:
         request, sequence = self._owners[i]
-        if request.sequence == sequence:
-            at = self._count + max(0, self._task.quiet_rows(request))
-            self._due.setdefault(at, set()).add(i)
+        if request.sequence != sequence:
+            return
+        quiet, due = self._task.quiet_rows(request), max(0, request.due - len(request.outputs) - 1)
+        if quiet > due:
+            self._to_hand_on.setdefault(self._count + due, set()).add(i)
+        else:
+            self._to_take.setdefault(self._count + max(0, quiet), set()).add(i)
 
-    def _due_now(self, rows: npt.NDArray[np.int64]) -> list[int]:
-        """Whose row of this step needs a look. It is looked for in lists: numpy takes longer to begin than these do."""
-        due = self._due.pop(self._count, set())
+    def _find_ends(self, rows: npt.NDArray[np.int64], found: set[int]) -> None:
+        """Whose rows hold an end id. It is looked for among bytes first: hardly any step has one."""
         some = rows[:, self._task.end_columns]
-        ids: list[int] = some.ravel().tolist()
-        end_ids = self._task.end_ids
-        if not end_ids.isdisjoint(ids):
-            due.update(at // some.shape[1] for at, each in enumerate(ids) if each in end_ids)
-        return sorted(due)
+        data = some.tobytes()
+        if any(mark in data for mark in self._end_marks):
+            ids: list[int] = some.ravel().tolist()
+            found.update(at // some.shape[1] for at, each in enumerate(ids) if each in self._task.end_ids)
 
-    def _found(self, rows: npt.NDArray[np.int64], due: Sequence[int]) -> list[tuple[Request, list[int]]]:
+    def _take(self, rows: npt.NDArray[np.int64], those: set[int]) -> list[tuple[Request, list[int]]]:
         found: list[tuple[Request, list[int]]] = []
-        for i, row in zip(due, rows[due].tolist(), strict=True):
+        at = sorted(those)
+        for i, row in zip(at, rows[at].tolist(), strict=True):
             request, sequence = self._owners[i]
             if request.sequence == sequence:
                 self._give(i, self._count - 1)
                 self._given[i] = self._count
                 found.append((request, row))
+        return found
+
+    def _hand_on(self, those: set[int]) -> list[Request]:
+        found: list[Request] = []
+        for i in sorted(those):
+            request, sequence = self._owners[i]
+            if request.sequence == sequence:
+                self._give(i, self._count)
+                found.append(request)
         return found
 
     def _give_all(self) -> None:

@@ -60,7 +60,8 @@ class Task(ABC):
         return [(request, ended) for request, ended in taken if ended or len(request.outputs) >= request.due]
 
     def quiet_rows(self, request: Request) -> int:
-        """Rows that it can take before it has something to hand on or ends, unless by one of ``end_ids``."""
+        """Rows that it can take without ``take``, as none of them ends it nor changes anything but its length, unless
+        by one of ``end_ids``; 0 where each has to be taken. Where they reach ``due``, they are handed on."""
         return 0
 
     def chunk(self, request: Request) -> Payload | None:
@@ -377,7 +378,7 @@ class FrameTask(Task):
         known = len(request.outputs)
         if request.frame_end >= 0 or known < self.pattern.longest:
             return 0
-        return min(request.frame_limit, request.max_outputs - 1, request.due - 1) - known
+        return min(request.frame_limit, request.max_outputs - 1) - known
 
     def take(self, request: Request, row: list[int]) -> bool:
         """The row may have the pattern's ids already, if the step was run where that is done."""

@@ -53,7 +53,7 @@ class SpeechRowsTask(Task):
         )
 
     def quiet_rows(self, request: Request) -> int:
-        return min(request.max_outputs, request.due) - 1 - len(request.outputs)
+        return request.max_outputs - 1 - len(request.outputs)
 
     def chunk(self, request: Request) -> Payload | None:
         if request.sent == len(request.outputs):

@@ -115,7 +115,7 @@ class FramesTask(Task):
     def quiet_rows(self, request: Request) -> int:
         if request.frame_end >= 0:
             return 0
-        return min(request.max_outputs, request.due) - 1 - len(request.outputs)
+        return request.max_outputs - 1 - len(request.outputs)
 
     def chunk(self, request: Request) -> Payload | None:
         known, sent = self._known(request), request.sent

@@ -143,7 +143,7 @@ class AsrTask(Task):
     def quiet_rows(self, request: Request) -> int:
         if request.task.ended:
             return 0  # the first row of a window must be taken by itself
-        return min(request.max_outputs, request.due) - 1 - len(request.outputs)
+        return request.max_outputs - 1 - len(request.outputs)
 
     def chunk(self, request: Request) -> Payload | None:
         transcript: Transcript = request.task

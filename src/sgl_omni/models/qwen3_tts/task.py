@@ -83,7 +83,7 @@ class TalkerTask(Task):
         return request.finish_reason is not None
 
     def quiet_rows(self, request: Request) -> int:
-        return min(request.max_outputs, request.due) - 1 - len(request.outputs)
+        return request.max_outputs - 1 - len(request.outputs)
 
     def chunk(self, request: Request) -> Payload | None:
         if request.sent == len(request.outputs):

@@ -125,7 +125,7 @@ class TextTask(Task):
     def quiet_rows(self, request: Request) -> int:
         if request.task.stops is not None:
             return 0
-        return min(request.max_outputs, request.due) - 1 - len(request.outputs)
+        return request.max_outputs - 1 - len(request.outputs)
 
     def chunk(self, request: Request) -> Payload | None:
         answer: _Answer = request.task
