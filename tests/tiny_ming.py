@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 WIDTH, LATENT, PATCH, HISTORY = 32, 6, 2, 5
 RATE, HOP, VAE_PATCH = 8000, 8, 4
 STEP = PATCH * VAE_PATCH * HOP
+SPEAKER_RATE, BANDS = 16000, 80
 TEXTS = ("Good morning.", "The bus arrived ten minutes late.", "Why?", "äöü 你好")
 SPECIALS = (
     "<|endoftext|>",
@@ -178,6 +180,59 @@ class PlainVae(nn.Module):
         return (audio / weight.clamp(min=1e-11))[edge:-edge]
 
 
+class PlainSpeakers:
+    """Stands for CAM++: how a net of one layer is filled over the frames of a recording, on average, projected.
+
+    Its features come from Kaldi's own code, by a library that needs no torch.
+    """
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self.inner = torch.randn(BANDS, 16, generator=generator) * 0.2
+        self.outer = torch.randn(16, 192, generator=generator) * 2
+
+    def vector(self, samples: np.ndarray) -> Tensor:
+        features = kaldi_features(samples)
+        filled = torch.relu(torch.from_numpy(features - features.mean(0)) @ self.inner)
+        return filled.mean(0) @ self.outer
+
+    def save(self, file: Path, *, bands: int = BANDS, size: int = 192) -> None:
+        """As an ONNX file, whose names are those of the published export."""
+        import onnx
+        from onnx import TensorProto, helper, numpy_helper
+
+        weights = {"inner": self.inner[:bands].numpy(), "outer": self.outer[:, :size].numpy()}
+        nodes = [
+            helper.make_node("MatMul", ["input", "inner"], ["projected"]),
+            helper.make_node("Relu", ["projected"], ["filled"]),
+            helper.make_node("ReduceMean", ["filled"], ["mean"], axes=[1], keepdims=0),
+            helper.make_node("MatMul", ["mean", "outer"], ["output"]),
+        ]
+        graph = helper.make_graph(
+            nodes,
+            "speakers",
+            [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["batch", "frames", bands])],
+            [helper.make_tensor_value_info("output", TensorProto.FLOAT, ["batch", size])],
+            [numpy_helper.from_array(array, name) for name, array in weights.items()],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+        onnx.checker.check_model(model)
+        onnx.save(model, str(file))
+
+
+def kaldi_features(samples: np.ndarray) -> np.ndarray:
+    """float32 [samples] at 16 kHz -> [frames, 80]"""
+    import kaldi_native_fbank as kaldi
+
+    options = kaldi.FbankOptions()
+    options.frame_opts.dither = 0
+    options.mel_opts.num_bins = BANDS
+    bank = kaldi.OnlineFbank(options)
+    bank.accept_waveform(SPEAKER_RATE, samples)
+    bank.input_finished()
+    return np.stack([bank.get_frame(i) for i in range(bank.num_frames_ready)])
+
+
 class PlainMing(nn.Module):
     def __init__(self, model: Any, vae: PlainVae) -> None:
         super().__init__()
@@ -189,13 +244,20 @@ class PlainMing(nn.Module):
 
     @torch.no_grad()
     def latents(
-        self, ids: list[int], speaker_at: int, heard: Tensor, seed: int, steps: int, temperature: float = 0.0
+        self,
+        ids: list[int],
+        speaker_at: int,
+        heard: Tensor,
+        seed: int,
+        steps: int,
+        temperature: float = 0.0,
+        speaker: Tensor | None = None,
     ) -> Tensor:
         """Ids and the reference's latents [n * PATCH, LATENT] -> latents [steps * PATCH, LATENT]; ``ended`` says
         whether the model ended them itself."""
         x = self.model.model.embed_tokens(torch.tensor(ids))
         if speaker_at >= 0:
-            x[speaker_at] = 0
+            x[speaker_at] = 0 if speaker is None else self.spk_head(speaker)
         x = torch.cat([x, *(self.linear_proj_audio(part)[None] for part in heard.split(PATCH) if len(part))])
         history, said = torch.cat([torch.zeros(HISTORY, LATENT), heard])[-HISTORY:], []
         self.ended = False
@@ -233,7 +295,9 @@ class Tiny:
     tokenizer: Any
     experts: bool = False
 
-    def prompt(self, text: str, spoken: str | None = None, caption: str | None = None) -> tuple[list[int], int]:
+    def prompt(
+        self, text: str, spoken: str | None = None, caption: str | None = None, *, speaker: bool = False
+    ) -> tuple[list[int], int]:
         """Ids and the place of the speaker, as the published code puts them together."""
         encode, experts = self.tokenizer.encode, self.experts
         begins, holds, ends = "<|vision_start|>", "<|vision_pad|>", "<|vision_end|>\n"
@@ -244,7 +308,7 @@ class Tiny:
             ids = encode("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n") + encode("<|im_start|>user\n")
         ids += encode("Please generate speech based on the following description.\n")
         at = -1
-        if spoken is None:
+        if speaker or spoken is None:
             ids += encode("  speaker_1:") + encode(begins)
             at = len(ids)
             ids += encode(holds) + encode(ends)
@@ -258,7 +322,8 @@ class Tiny:
         return ids + encode("<audio>"), at
 
 
-def build(folder: Path, *, experts: bool = False) -> Tiny:
+def build(folder: Path, *, experts: bool = False, speakers: bool = False) -> Tiny:
+    """``speakers``: with the ONNX file of `PlainSpeakers`."""
     import transformers
 
     torch.manual_seed(7)
@@ -322,6 +387,8 @@ def build(folder: Path, *, experts: bool = False) -> Tiny:
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {n: t.detach().clone().contiguous() for n, t in model.state_dict().items() if n != "model.lm_head.weight"}
     save_file(bailing_tensors(tensors) if experts else tensors, folder / "model.safetensors")
+    if speakers:
+        PlainSpeakers().save(folder / "campplus.onnx")
     return Tiny(folder, model, tokenizer, experts)
 
 

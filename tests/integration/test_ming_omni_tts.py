@@ -21,6 +21,7 @@ import torch
 
 from running import Start
 from servers import Server, fetch, serving
+from sgl_omni.audio.decode import resample
 from sgl_omni.config.load import load_config
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.registry import PipelineRegistry
@@ -29,7 +30,7 @@ from sgl_omni.topology.host import virtual_host
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_ming import CAPTION, LATENT, PATCH, RATE, STEP, TEXTS, Tiny, build
+from tiny_ming import CAPTION, LATENT, PATCH, RATE, SPEAKER_RATE, STEP, TEXTS, PlainSpeakers, Tiny, build
 from tiny_moss import recording
 
 STEPS = 8
@@ -68,8 +69,16 @@ def expected(tiny: Tiny) -> list[np.ndarray]:
     return [spoken(tiny, *tiny.prompt(text), seed=i) for i, text in enumerate(TEXTS)]
 
 
-def spoken(tiny: Tiny, ids: list[int], at: int, seed: int, heard: torch.Tensor | None = None) -> np.ndarray:
-    latents = tiny.model.latents(ids, at, torch.zeros(0, LATENT) if heard is None else heard, seed, STEPS)
+def spoken(
+    tiny: Tiny,
+    ids: list[int],
+    at: int,
+    seed: int,
+    heard: torch.Tensor | None = None,
+    speaker: torch.Tensor | None = None,
+) -> np.ndarray:
+    heard = torch.zeros(0, LATENT) if heard is None else heard
+    latents = tiny.model.latents(ids, at, heard, seed, STEPS, speaker=speaker)
     return tiny.model.audio.decode(latents).clamp(-1, 1).numpy()
 
 
@@ -162,13 +171,18 @@ def test_a_caller_that_goes_away_frees_its_place(server: Server) -> None:
         time.sleep(0.05)
 
 
-async def test_a_reference_and_a_style_are_heard(start: Start, tiny: Tiny) -> None:
-    """The pipeline itself, as the payload is what the route hands on."""
+@pytest.mark.parametrize("speakers", [False, True])
+async def test_a_reference_and_a_style_are_heard(start: Start, tiny: Tiny, tmp_path: Path, speakers: bool) -> None:
+    """The pipeline itself, as the payload is what the route hands on; the checkpoint with the model of speakers and
+    without it."""
+    if speakers:
+        tiny = build(tmp_path, speakers=True)
     flags = ["--max-total-tokens", "2048", "--tts_engine.factory.default_max_steps", str(STEPS)]
     resolved = load_config(None, flags, registry=PipelineRegistry(), model_path=str(tiny.folder))
     pipeline = await start(build_plan(resolved, virtual_host(), {}))
     file = recording(0.1)
     samples, _ = soundfile.read(io.BytesIO(file), dtype="float32")
+    speaker = PlainSpeakers().vector(resample(samples, RATE, SPEAKER_RATE)) if speakers else None
     padded = torch.from_numpy(np.pad(samples, (0, -len(samples) % STEP)))
     noise = torch.randn(len(padded) // STEP * PATCH, LATENT, generator=torch.Generator().manual_seed(4))
     heard = tiny.model.audio.encode(padded, noise)
@@ -178,12 +192,20 @@ async def test_a_reference_and_a_style_are_heard(start: Start, tiny: Tiny) -> No
         audio = [chunk.payload["audio"] async for chunk in handle]
         return np.concatenate(audio), (await handle.result())["tts_engine"]
 
-    wanted = spoken(tiny, *tiny.prompt(TEXTS[1], spoken="Noise."), seed=4, heard=heard)
+    prompt = tiny.prompt(TEXTS[1], spoken="Noise.", speaker=speakers)
+    wanted = spoken(tiny, *prompt, seed=4, heard=heard, speaker=speaker)
     reference = {"references": [{"audio": file, "text": "Noise."}]}
     for found, result in await asyncio.gather(speak(**reference), speak(**reference)):
         assert found.dtype == np.float32 and np.abs(found - wanted).max() <= TOLERANCE
         assert result["output_tokens"] == len(wanted) // STEP
     styled, _ = await speak(instructions="soft")
-    assert np.abs(styled - spoken(tiny, *tiny.prompt(TEXTS[1], caption=CAPTION), seed=4)).max() <= TOLERANCE
+    prompt = tiny.prompt(TEXTS[1], caption=CAPTION)
+    assert np.abs(styled - spoken(tiny, *prompt, seed=4)).max() <= TOLERANCE
+    if speakers:
+        reference = {"references": [{"audio": file, "text": None}]}
+        styled_voice, _ = await speak(instructions="soft", **reference)
+        assert np.abs(styled_voice - spoken(tiny, *prompt, seed=4, speaker=speaker)).max() <= TOLERANCE
+        length = min(len(styled), len(styled_voice))
+        assert np.abs(styled_voice[:length] - styled[:length]).max() > 10 * TOLERANCE
     with pytest.raises(InvalidRequest, match="cannot be read"):
         await speak(references=[{"audio": b"no audio", "text": "a"}])

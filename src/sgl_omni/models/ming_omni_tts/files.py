@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from sgl_omni.models.ming_omni_tts.spec import MingSpec, engine_shapes, vae_shap
 ARCHITECTURE = "BailingMMNativeForConditionalGeneration"
 DENSE, EXPERTS = "dense", "bailingmm"
 """What the config calls the models whose language model is Qwen2, and BailingMoe."""
+
+SPEAKER_MODEL = "campplus.onnx"
 
 _LANGUAGE_MODELS = {DENSE: "qwen2", EXPERTS: "bailing_moe"}
 _EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size")
@@ -53,6 +56,15 @@ def checked(model_path: str) -> dict[str, Any]:
         )
     check_tensors(folder, lambda: _shapes(config))
     return config
+
+
+def why_no_speakers(folder: Path) -> str | None:
+    """Why references are heard without the speaker's vector; None where they are heard with it."""
+    if not (folder / SPEAKER_MODEL).is_file():
+        return f"{folder} holds no {SPEAKER_MODEL}"
+    if find_spec("onnxruntime") is None:
+        return f"{folder / SPEAKER_MODEL} needs onnxruntime: pip install 'sgl-omni[ming]'"
+    return None
 
 
 def _check_experts(folder: Path, language_model: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from sgl_omni.engine.sampler import normal, seed_key, step_keys
 from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.ming_omni_tts.blocks import TIMES, Aggregator, Flow, Linear
 from sgl_omni.models.ming_omni_tts.files import ARCHITECTURE
-from sgl_omni.models.ming_omni_tts.spec import MingSpec
+from sgl_omni.models.ming_omni_tts.spec import SPEAKER_SIZE, MingSpec
 from sgl_omni.models.ming_omni_tts.vae import WINDOW, VaeDecoder, VaeStream
 
 SHARE_POLICY = SharePolicy(ARCHITECTURE, remarks="the window of the audio's frames")
@@ -36,7 +36,6 @@ _IGNORED = (
     "audio.decoder.decoder.embed_tokens.weight",
     WINDOW,
     "model.lm_head.weight",
-    "spk_head.*",
     "model.model.layers.*.mlp.audio_gate.weight",
     "model.model.layers.*.mlp.image_gate.weight",
     "*.inv_freq",
@@ -79,6 +78,7 @@ class MingModel(LoadedModel):
         self.flow = Flow(spec)
         self.aggregator = Aggregator(spec)
         self.end = Linear(spec.decoder.hidden_size, 2)
+        self.speaker = Linear(SPEAKER_SIZE, spec.decoder.hidden_size)
         self.vae = VaeDecoder(spec.vae)
 
     @classmethod
@@ -90,8 +90,8 @@ class MingModel(LoadedModel):
         *,
         weights: WeightStore | None = None,
     ) -> MingModel:
-        """Reads a checkpoint but for the VAE's encoder, the unused text head, the projection of speakers' vectors, and
-        the experts' gates for sound and pictures, as the published code chooses by the one for text.
+        """Reads a checkpoint but for the VAE's encoder, the unused text head, and the experts' gates for sound
+        and pictures, as the published code chooses by the one for text.
 
         Its tensors live where ``weights`` says, in memory of their own by default.
         """
@@ -114,12 +114,12 @@ class MingModel(LoadedModel):
         return self.decoder.kv_shape
 
     @torch.inference_mode()
-    def embed_prompt(self, ids: Tensor, speaker_at: int, latents: Tensor) -> Tensor:
-        """ids int64 [length], the place of a speaker that is not told or -1, and a reference's latents
-        [n * patch, latent_size], which follow -> float32 [length + n, hidden]."""
+    def embed_prompt(self, ids: Tensor, speaker_at: int, latents: Tensor, speaker: Tensor | None = None) -> Tensor:
+        """ids int64 [length], the place of a speaker or -1, a reference's latents [n * patch, latent_size], which
+        follow, and the speaker's vector [192], or None for one that is not told -> float32 [length + n, hidden]."""
         x: Tensor = self.embedding(ids[:, None].to(self.device))
         if speaker_at >= 0:
-            x[speaker_at] = 0
+            x[speaker_at] = 0 if speaker is None else self.speaker(speaker.to(x))
         if len(latents):
             heard = latents.to(x).unflatten(0, (-1, self.spec.patch))
             x = torch.cat([x, self.aggregator(heard)])
@@ -197,6 +197,7 @@ class MingModel(LoadedModel):
         yield from self.flow.slots("flowloss.cfm.model.")
         yield from self.aggregator.slots("linear_proj_audio.")
         yield from self.end.slots("stop_head")
+        yield from self.speaker.slots("spk_head")
         yield from self.vae.slots("audio.decoder.")
 
 

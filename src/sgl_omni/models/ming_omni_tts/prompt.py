@@ -58,17 +58,20 @@ class PromptWriter:
         self._speaker = [tokenizer.id_of(token) for token in marks.speaker[:2]]
         self._end = tokenizer.id_of("<|endoftext|>")
 
-    def write(self, text: str, *, spoken: str | None = None, instructions: str | None = None) -> Written:
-        """``spoken``: what is said in the reference, whose latents follow the prompt.
+    def write(
+        self, text: str, *, spoken: str | None = None, hears_speaker: bool = False, instructions: str | None = None
+    ) -> Written:
+        """``spoken``: what is said in the reference, whose latents follow the prompt; ``hears_speaker``: its speaker's
+        vector is in the prompt.
 
-        Without a reference the prompt names a speaker that is not told. Raises ``InvalidRequest`` for instructions that
+        Without either the prompt names a speaker that is not told. Raises ``InvalidRequest`` for instructions that
         are JSON and no caption.
         """
         told = caption(instructions) if instructions else None
         marks, encode, plain = self._marks, self._tokenizer.encode, self._tokenizer.encode_plain
         ids = [id for piece in (*marks.user, _TASK) for id in encode(piece)]
         speaker_at = -1
-        if spoken is None:
+        if hears_speaker or spoken is None:
             ids += encode("  speaker_1:")
             speaker_at = len(ids) + 1
             ids += [*self._speaker, *encode(marks.speaker[2])]

@@ -19,6 +19,8 @@ _LANGUAGE_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """What the published code takes for granted of a language model's config."""
+SPEAKER_RATE, SPEAKER_SIZE = 16_000, 192
+"""Samples a second by which a speaker is told, and numbers of the speaker's vector."""
 TIME_SIZE = 256
 """Numbers that a time of the flow is written in."""
 
@@ -139,6 +141,7 @@ def engine_shapes(spec: MingSpec) -> Named:
     yield from _blocks(spec.aggregator, mark, spec.latent_size, width)
     yield f"{mark}word_embedder.weight", (1, spec.aggregator.hidden_size)
     yield from linear_shapes("stop_head", width, 2, bias=True)
+    yield from linear_shapes("spk_head", SPEAKER_SIZE, width, bias=True)
 
 
 def vae_shapes(spec: VaeSpec) -> Named:

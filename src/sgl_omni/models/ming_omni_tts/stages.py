@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.folder import find_folder, read_json
-from sgl_omni.models.ming_omni_tts.files import EXPERTS
+from sgl_omni.models.ming_omni_tts.files import EXPERTS, SPEAKER_MODEL, why_no_speakers
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, Payload, Request
 
 if TYPE_CHECKING:
     from sgl_omni.engine.weights import WeightStore
+
+
+logger = logging.getLogger(__name__)
 
 
 def create_preprocessing(model_path: str) -> FunctionStage:
@@ -28,21 +32,32 @@ def create_preprocessing(model_path: str) -> FunctionStage:
         writer = prompt.PromptWriter(TextTokenizer.of_file(folder), prompt.EXPERTS)
     else:
         writer = prompt.PromptWriter(TextTokenizer.load(folder))
-    return FunctionStage(SpeechPreprocessor(writer, audio["sample_rate"], step_samples), concurrency=4)
+    hears = why_no_speakers(folder) is None
+    return FunctionStage(
+        SpeechPreprocessor(writer, audio["sample_rate"], step_samples, hears_speakers=hears), concurrency=4
+    )
 
 
 def create_reference_encoder(
     model_path: str, gpu_id: int | None = None, device: str = "cpu", dtype: str | None = None
 ) -> FunctionStage:
-    """A reference's samples to the latents of the prompt."""
+    """A reference's samples to the latents of the prompt, and to its speaker's vector, the latter on the CPU."""
     import torch
 
+    from sgl_omni.models.ming_omni_tts.speaker import SpeakerEncoder
     from sgl_omni.models.ming_omni_tts.vae import VaeEncoder
 
-    encoder = VaeEncoder.load(find_folder(model_path), device, dtype_of(dtype, device))
+    folder = find_folder(model_path)
+    lacking = why_no_speakers(folder)
+    if lacking is not None:
+        logger.warning("references are heard without the speaker's vector: %s", lacking)
+    speakers = SpeakerEncoder.load(folder / SPEAKER_MODEL, torch.get_num_threads()) if lacking is None else None
+    encoder = VaeEncoder.load(folder, device, dtype_of(dtype, device))
 
     def encode(payload: Payload, request: Request) -> Payload:
-        samples = payload.pop("samples", None)
+        samples, voice = payload.pop("samples", None), payload.pop("voice", None)
+        if speakers is not None and voice is not None:
+            payload = {**payload, "speaker": speakers.vector(voice)}
         if samples is None:
             return payload
         shape = (encoder.latents_of(len(samples)), encoder.spec.latent_size)

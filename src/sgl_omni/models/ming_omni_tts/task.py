@@ -16,8 +16,8 @@ from sgl_omni.models.ming_omni_tts.model import MingModel, Speech
 
 
 class MingTask(Task):
-    """``ids`` [length], ``speaker_at``, and ``latents`` [n, latent_size] of a reference; ``seed``, ``temperature``,
-    ``speed``. Chunks are ``{"audio": float32 [samples], "sample_rate": int}``.
+    """``ids`` [length], ``speaker_at``, and ``latents`` [n, latent_size] and ``speaker`` [192] of a reference;
+    ``seed``, ``temperature``, ``speed``. Chunks are ``{"audio": float32 [samples], "sample_rate": int}``.
     """
 
     def __init__(self, model: MingModel, *, default_max_steps: int = 200) -> None:
@@ -32,7 +32,8 @@ class MingTask(Task):
             raise InvalidRequest(f"max_new_tokens must be 1 or more, not {steps}", param="max_new_tokens")
         ids = torch.as_tensor(np.asarray(payload["ids"], dtype=np.int64))
         latents = torch.as_tensor(np.asarray(payload.get("latents", np.zeros((0, spec.latent_size))), np.float32))
-        prompt = self._model.embed_prompt(ids, whole_number(payload, "speaker_at", -1), latents)
+        speaker = torch.as_tensor(payload["speaker"]) if "speaker" in payload else None
+        prompt = self._model.embed_prompt(ids, whole_number(payload, "speaker_at", -1), latents, speaker)
         return Request(
             request_id,
             Prompt(embeddings=prompt),

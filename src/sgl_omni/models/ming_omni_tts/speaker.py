@@ -1,0 +1,108 @@
+"""A recording of a voice to the speaker's vector, by the CAM++ model that lies in the checkpoint as an ONNX file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.models.ming_omni_tts.spec import SPEAKER_RATE, SPEAKER_SIZE
+
+_BANDS = 80
+_FRAME, _HOP, _FFT = 400, 160, 512
+_LOWEST = 20.0
+_PREEMPHASIS = 0.97
+
+_TRIAL_FRAMES = 200
+_KEPT_SPEAKERS = 4096
+"""A vector takes less than a kilobyte."""
+
+
+class KaldiFeatures:
+    """Samples to what speakers are told by: logarithms of mel bands, as Kaldi computes them without dither."""
+
+    def __init__(self) -> None:
+        from transformers.audio_utils import mel_filter_bank, window_function
+
+        filters = mel_filter_bank(
+            num_frequency_bins=_FFT // 2 + 1,
+            num_mel_filters=_BANDS,
+            min_frequency=_LOWEST,
+            max_frequency=SPEAKER_RATE / 2,
+            sampling_rate=SPEAKER_RATE,
+            mel_scale="kaldi",
+            triangularize_in_mel_space=True,
+        )
+        self._filters = torch.from_numpy(filters).float()
+        self._window = torch.from_numpy(window_function(_FRAME, "povey", periodic=False)).float()
+
+    def __call__(self, samples: Tensor) -> Tensor:
+        """float32 [samples] at 16 kHz, full scale 1 -> float32 [frames, 80], each band's mean over the frames
+        subtracted. Samples at the end that fill no frame are left out; fewer than a frame's are an error of torch."""
+        frames = samples.unfold(0, _FRAME, _HOP)
+        frames = frames - frames.mean(1, keepdim=True)
+        before = torch.cat([frames[:, :1], frames[:, :-1]], 1)
+        spectrum = torch.fft.rfft((frames - _PREEMPHASIS * before) * self._window, _FFT)
+        bands = torch.view_as_real(spectrum).square().sum(-1) @ self._filters
+        features = bands.clamp(min=torch.finfo(torch.float32).eps).log()
+        return features - features.mean(0)
+
+
+class SpeakerEncoder:
+    """Runs on the CPU, one call at a time. Vectors are kept for the next request with the same recording."""
+
+    def __init__(self, session: Any) -> None:
+        """``session`` is onnxruntime's."""
+        self._session = session
+        self._input = session.get_inputs()[0].name
+        self._features = KaldiFeatures()
+        self._kept: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
+
+    @classmethod
+    def load(cls, file: Path, num_threads: int) -> SpeakerEncoder:
+        """Raises ``StartupError`` that names the file where it is damaged or no model of this kind."""
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = num_threads
+        options.inter_op_num_threads = 1
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # cores belong to other stages too
+        try:
+            session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+            encoder = cls(session)
+            found = encoder._run(torch.zeros(_TRIAL_FRAMES, _BANDS))
+        except Exception as error:  # onnxruntime's errors have no class in common
+            raise StartupError(f"{file} is no model of speakers: {' '.join(str(error).split())}") from error
+        if found.shape != (SPEAKER_SIZE,):
+            raise StartupError(f"{file} is no model of speakers: it makes {found.size} numbers, not {SPEAKER_SIZE}")
+        return encoder
+
+    def vector(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """float32 [samples] at 16 kHz -> [192]. Raises ``InvalidRequest`` for a recording too short to tell."""
+        key = hashlib.blake2b(samples, digest_size=16).digest()
+        if key not in self._kept:
+            self._kept[key] = self._encode(samples)
+            if len(self._kept) > _KEPT_SPEAKERS:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def _encode(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        if len(samples) >= _FRAME:
+            found = self._run(self._features(torch.as_tensor(samples)))
+            if np.isfinite(found).all():
+                return found
+        raise InvalidRequest(
+            f"the reference lasts {len(samples) / SPEAKER_RATE:.3f} s, too short to tell a voice by", "references"
+        )
+
+    def _run(self, features: Tensor) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = self._session.run(None, {self._input: features[None].numpy()})[0]
+        return found.flatten()
