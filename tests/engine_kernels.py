@@ -118,6 +118,9 @@ def check_sampling(
     fields[:, Field.DRAWN] = 3
     index = torch.randperm(rows)
     moved = [part.to(device) for part in (logits, fields, place[index], index.argsort())]
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        ids = sampling.sample(torch.full_like(moved[0], bad), *moved[1:], first_column)
+        assert 0 <= int(ids.min()) <= int(ids.max()) < vocabulary, "whatever the logits are, an id is one"
     return sampling.sample(*moved, first_column).cpu(), expected
 
 

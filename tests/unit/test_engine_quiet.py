@@ -12,7 +12,7 @@ import torch
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.hidden import HiddenRows
 from sgl_omni.engine.quiet import QuietRows
-from sgl_omni.engine.request import LARGEST, Prompt, Request
+from sgl_omni.engine.request import LARGEST, LOST, Prompt, Request
 from sgl_omni.engine.task import FrameTask, HandOver, InputSpec
 
 CODES, EOS, PAD, COLUMNS, STEPS = 10, 10, 11, 3, 150
@@ -127,6 +127,18 @@ def test_an_end_id_that_ends_nothing_leaves_each_row_taken_once() -> None:
     kept.hand_out()
     assert [list(r.outputs) for r in found] == [list(r.outputs) for r in expected]
     assert list(found[0].outputs) == ids[:, 0].tolist()
+
+
+def test_a_row_of_no_choice_is_told_at_once() -> None:
+    frames = task()
+    some = requests(frames, np.full(3, 8))
+    kept, owners = QuietRows(frames), [(request, request.sequence) for request in some]
+    good = np.ones((3, COLUMNS), np.int64)
+    assert kept.take(Step(owners, good)) == ((), ())
+    lost = good.copy()
+    lost[1] = LOST
+    assert kept.take(Step(owners, lost)) == ([(some[1], [LOST] * COLUMNS)], ())
+    assert len(some[1].outputs) == 9, "those before are its own"
 
 
 def test_hidden_states_are_read_with_their_step() -> None:

@@ -111,11 +111,13 @@ def test_embeddings_that_are_no_numbers_are_not_the_callers_fault(rows: Any) -> 
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("device_rows", [False, True])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_request_whose_logits_are_no_numbers_fails_and_its_neighbours_go_on(bad: float) -> None:
+def test_a_request_whose_logits_are_no_numbers_fails_and_its_neighbours_go_on(bad: float, device_rows: bool) -> None:
     task = TokenTask(InputSpec(vocab_sizes=(12,), hidden_size=16))
     model = tiny_model()
-    engine = AutoregressiveEngine.build(model, task, EngineSettings(max_total_tokens=64, page_size=4))
+    settings = EngineSettings(max_total_tokens=64, page_size=4)
+    engine = AutoregressiveEngine.build(model, task, settings, device_rows=device_rows)
     prompt = {"prompt_embeddings": torch.full((3, 16), 0.5), "max_new_tokens": 4}
     engine.add("good", prompt)
     ((_, expected),) = run(engine).values()

@@ -17,6 +17,7 @@ from sgl_omni.engine.inserted import LayerRows
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.platform import for_kernels
+from sgl_omni.engine.request import LOST
 from sgl_omni.engine.row_attention import RowLayout, TorchRowAttention, TritonRowAttention
 from sgl_omni.engine.row_state import RowState
 
@@ -64,7 +65,8 @@ class Given:
 
 
 class StepOutput(NamedTuple):
-    """``ids`` int64 [s, columns] of the rows that yield; ``hidden``: what the model's ``forward`` made of all rows."""
+    """``ids`` int64 [s, columns] of the rows that yield, ``LOST`` in all columns where the logits are not finite;
+    ``hidden``: what the model's ``forward`` made of all rows."""
 
     ids: Tensor
     hidden: Tensor
@@ -166,11 +168,14 @@ class DeviceStep:
             return StepOutput(inputs.ids[:0], hidden)
         chosen_from = hidden[inputs.ends]
         state = RowState(self._rows, inputs.rows, inputs.ends, inputs.targets)
-        ids = state.choose(model.rule_rows(model.logits(chosen_from), state))
+        logits = model.logits(chosen_from)
+        largest = logits.flatten(1).amax(1, keepdim=True)
+        is_lost = largest - largest != 0  # also of infinities, in fewer kernels than isfinite has
+        ids = state.choose(model.rule_rows(logits, state))
         ids, own_ends = model.finish_rows(ids, chosen_from, state)
         ids = advance_rows(ids, inputs, positions, fields, model.pattern, self._delays)
         if own_ends is not None:
             fields[:, Field.END].index_copy_(0, inputs.targets, own_ends.to(torch.int32))
         if self._rows.seen is not None:
             self._rows.seen.note(inputs.targets, ids[:, 0])
-        return StepOutput(ids, hidden)
+        return StepOutput(ids.masked_fill(is_lost, LOST), hidden)

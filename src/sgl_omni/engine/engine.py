@@ -15,7 +15,7 @@ from sgl_omni.engine.kv_budget import WORKING_BYTES, kv_bytes
 from sgl_omni.engine.kv_cache import KVCache, KVShape, PagePool, count_pages
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.quiet import QuietRows
-from sgl_omni.engine.request import Request
+from sgl_omni.engine.request import LOST, Request
 from sgl_omni.engine.runner import AheadRunner, LaunchedStep, ModelRunner, Runner
 from sgl_omni.engine.scheduler import Limits, Scheduler
 from sgl_omni.engine.task import Task
@@ -219,8 +219,8 @@ class AutoregressiveEngine:
         return outputs + [output for output in handed if output is not None]
 
     def _take(self, rows: Sequence[tuple[Request, list[int]]]) -> list[EngineOutput]:
-        failed = [self._fail(request) for request, _ in rows if request.not_finite]
-        rows = [(request, row) for request, row in rows if not request.not_finite] if failed else rows
+        failed = [self._fail(request) for request, row in rows if row[0] == LOST]
+        rows = [each for each in rows if each[1][0] != LOST] if failed else rows
         self._generated += len(rows)
         outputs = [self._output(request, ended) for request, ended in self._task.take_all(rows)]
         return failed + [output for output in outputs if output is not None]

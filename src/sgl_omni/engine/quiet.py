@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sgl_omni.engine.request import Request
+from sgl_omni.engine.request import LOST, Request
 from sgl_omni.engine.runner import LaunchedStep
 from sgl_omni.engine.task import Task
 
@@ -24,7 +24,8 @@ class QuietRows:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._end_marks = [np.int64(each).tobytes() for each in task.end_ids]
+        self._end_ids = task.end_ids | {LOST}
+        self._end_marks = [np.int64(each).tobytes() for each in self._end_ids]
         self._owners: Sequence[tuple[Request, int]] = []
         self._is_read_whole = False
         self._kept = np.empty((0, 0, 0), np.int64)
@@ -91,7 +92,7 @@ class QuietRows:
         data = some.tobytes()
         if any(mark in data for mark in self._end_marks):
             ids: list[int] = some.ravel().tolist()
-            found.update(at // some.shape[1] for at, each in enumerate(ids) if each in self._task.end_ids)
+            found.update(at // some.shape[1] for at, each in enumerate(ids) if each in self._end_ids)
 
     def _take(self, rows: npt.NDArray[np.int64], those: set[int]) -> list[tuple[Request, list[int]]]:
         found: list[tuple[Request, list[int]]] = []

@@ -20,6 +20,8 @@ from sgl_omni.engine.output_rows import OutputRows
 from sgl_omni.errors import InvalidRequest, NotFinite
 
 LARGEST = 2**31 - 1
+LOST = -1
+"""In all columns of a row that was to be chosen from logits which are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class Request:
     after this one, each from an empty context; ``drawn`` counts the outputs of those that have ended. ``hidden`` is
     there where hidden states are asked for, ``inputs`` where some of the input comes later,
     ``source`` [frames, width] where an encoder's output is attended over, and then ``place``, where its keys and
-    values lie from the first step on. ``not_finite``: what the model made of it last is no choice between ids.
+    values lie from the first step on.
     """
 
     id: str
@@ -201,7 +203,6 @@ class Request:
     frame_limit: int = LARGEST
     sent: int = 0
     retractions: int = 0
-    not_finite: bool = False
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:

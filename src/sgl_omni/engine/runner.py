@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -17,13 +16,14 @@ from sgl_omni.engine.hidden import collect
 from sgl_omni.engine.inserted import layer_rows
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
-from sgl_omni.engine.request import Chunk, Request
+from sgl_omni.engine.request import LOST, Chunk, Request
 from sgl_omni.engine.sampler import SamplingBatch, sample
 
 
 class Runner(Protocol):
     def run(self, chunks: Sequence[Chunk]) -> list[list[int] | None]:
-        """For each chunk the next output's ids, or none where the prompt is not through."""
+        """For each chunk the next output's ids, ``LOST`` where its logits are not finite, or none where the prompt is
+        not through."""
         ...
 
 
@@ -124,13 +124,12 @@ class ModelRunner:
         if n + padding < hidden.shape[0]:
             hidden = hidden[torch.tensor(ends, device=hidden.device)]
         logits = model.logits(hidden)[:n]
-        for request, largest in zip(requests, logits.flatten(1).amax(1).tolist(), strict=True):
-            request.not_finite = not math.isfinite(largest)
+        is_lost = logits.flatten(1).amax(1, keepdim=True).isfinite().logical_not()
         logits = model.rule(logits, requests)
         rows = model.choose(logits, requests)
         if rows is None:
             rows = sample(logits, SamplingBatch.of(requests, logits.device))
-        result: list[list[int]] = model.complete(rows, hidden[:n], requests).tolist()
+        result: list[list[int]] = model.complete(rows, hidden[:n], requests).masked_fill(is_lost, LOST).tolist()
         return result
 
     def _positions(self, chunks: Sequence[Chunk], padding: int) -> Tensor:

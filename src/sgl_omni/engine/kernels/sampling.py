@@ -58,7 +58,8 @@ def _sample(
     temperature = tl.load(state + TEMPERATURE).to(tl.float32, bitcast=True)
     top_k = tl.load(state + TOP_K)
     if (temperature == 0) | (top_k == 1):
-        tl.store(out + row * columns + column, tl.argmax(x, 0, tie_break_left=True).to(tl.int64))
+        first = tl.argmax(x, 0, tie_break_left=True)
+        tl.store(out + row * columns + column, tl.minimum(first, vocabulary - 1).to(tl.int64))
         return
     # Unsigned numbers in the order of the logits; those of 16 bits differ in the upper half only.
     bits = x.to(tl.int32, bitcast=True)
@@ -87,14 +88,16 @@ def _sample(
     hashed = _mix(_mix(key ^ ((column + first_column).to(tl.uint32) * 0x632BE5AB)) ^ i.to(tl.uint32))
     uniform = ((hashed >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     noisy = tl.where(kept, x - tl.log(-tl.log(uniform)), float("-inf"))
-    tl.store(out + row * columns + column, tl.argmax(noisy, 0, tie_break_left=True).to(tl.int64))
+    drawn = tl.argmax(noisy, 0, tie_break_left=True)
+    tl.store(out + row * columns + column, tl.minimum(drawn, vocabulary - 1).to(tl.int64))
 
 
 def sample(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, first_column: int = 0) -> Tensor:
     """As ``sgl_omni.engine.sampler.sample_masked``, with the options of the state.
 
     logits [s, columns, vocabulary], fields int32 (``DeviceRows``), rows int64 [n], ends int64 [s]: the state of
-    logits i is in row ``rows[ends[i]]`` -> ids int64 [s, columns].
+    logits i is in row ``rows[ends[i]]`` -> ids int64 [s, columns]. Of logits that are no numbers comes some id of the
+    vocabulary.
     """
     s, columns, vocabulary = logits.shape
     out = torch.empty(s, columns, dtype=torch.int64, device=logits.device)
