@@ -15,8 +15,6 @@ from sgl_omni.runtime.pipeline import Pipeline
 from sgl_omni.runtime.routes import Look
 from sgl_omni.topology.plan import InstancePlan, Plan
 
-pytestmark = pytest.mark.alone
-
 COUNT = 200_000
 
 

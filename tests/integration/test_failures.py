@@ -19,8 +19,6 @@ import pytest
 
 from servers import PATIENT, ROOT, Server, serving
 
-pytestmark = pytest.mark.alone
-
 DEMO = ("--model-path", "demo-voice")
 RESTART = (*DEMO, "--on_process_exit", "restart", "--processes.tts_engine.num_replicas", "2")
 RESTART += ("--processes.tts_engine.replica_devices", "0,0")

@@ -12,7 +12,6 @@ from running import Start
 from sgl_omni.topology.host import virtual_host
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 async def test_a_sharing_group_on_each_gpu_beside_ranks_over_both(
     start: Start, tmp_path: Path, checkpoint: Path

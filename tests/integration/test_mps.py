@@ -35,8 +35,6 @@ from sgl_omni.runtime.mps_guard import MpsGuard
 from sgl_omni.topology.plan import Plan
 from stages import MPS_LIMITS
 
-pytestmark = pytest.mark.alone
-
 UUID = "GPU-aeba05c4-8610-6a4f-ea69-3f4479a5f33f"
 
 

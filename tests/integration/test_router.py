@@ -31,8 +31,6 @@ from sgl_omni.router.probe import Probing
 from sgl_omni.router.workers import is_own, parse_address
 from worker_stand_in import AUDIO, EVENT, StandIn
 
-pytestmark = pytest.mark.alone
-
 FAST = Probing(interval=0.05, timeout=1.0, load_interval=0.05)
 
 

@@ -15,8 +15,6 @@ from running import Start, eventually
 from sgl_omni.errors import InvalidRequest, ProcessExited, StartupError
 from tp_cases import PROMPTS, TIGHT, answers, ask, one_rank_tokens, pids, plan_for, write_qwen3
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:

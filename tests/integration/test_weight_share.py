@@ -26,8 +26,6 @@ from sgl_omni.topology.builder import build_plan
 from sgl_omni.topology.host import virtual_host
 from sgl_omni.topology.plan import Plan
 
-pytestmark = pytest.mark.alone
-
 CONFIG = """
 model_path: {model}
 weight_share: {share}
