@@ -12,6 +12,11 @@ from sgl_omni.errors import NotFinite
 
 def audio_chunk(samples: npt.NDArray[np.float32], sample_rate: int) -> dict[str, Any]:
     """``{"audio": float32 [samples], "sample_rate": int}``. Raises ``NotFinite``: such samples would be silence."""
+    check_finite(samples)
+    return {"audio": samples, "sample_rate": sample_rate}
+
+
+def check_finite(samples: npt.NDArray[np.float32]) -> None:
+    """Raises ``NotFinite``. For samples that are still to be clipped: an infinity would be full scale after it."""
     if not np.isfinite(samples).all():
         raise NotFinite("the vocoder's samples are")
-    return {"audio": samples, "sample_rate": sample_rate}

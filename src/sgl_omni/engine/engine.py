@@ -212,7 +212,7 @@ class AutoregressiveEngine:
 
     def step(self) -> Sequence[EngineOutput]:
         rows = self._step(self._runner) if self._ahead is None else self._step_ahead(self._ahead)
-        failed = [self._fail(request) for request, _ in rows if request.not_finite]
+        failed = [self._fail(request, NotFinite("the logits are")) for request, _ in rows if request.not_finite]
         rows = [(request, row) for request, row in rows if not request.not_finite] if failed else rows
         self._generated += len(rows)
         outputs = [self._output(request, ended) for request, ended in self._task.take_all(rows)]
@@ -264,9 +264,9 @@ class AutoregressiveEngine:
             self._remove(request)
             raise
 
-    def _fail(self, request: Request) -> EngineOutput:
+    def _fail(self, request: Request, error: NotFinite) -> EngineOutput:
         self._remove(request)
-        return EngineOutput(request.id, error=NotFinite("the logits are"))
+        return EngineOutput(request.id, error=error)
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request)
@@ -277,7 +277,10 @@ class AutoregressiveEngine:
             self._sources.leave(request)
 
     def _output(self, request: Request, ended: bool) -> EngineOutput | None:
-        chunk = self._task.chunk(request)
+        try:
+            chunk = self._task.chunk(request)
+        except NotFinite as error:
+            return self._fail(request, error)
         chunks = [] if chunk is None else [chunk]
         if ended and not request.followers:
             self._remove(request)
