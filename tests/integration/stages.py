@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -277,6 +278,14 @@ def dying_factory(status: int = 3) -> FunctionStage:
 def dying_later() -> FunctionStage:
     threading.Timer(0.5, os._exit, (9,)).start()
     return tag()
+
+
+def dying_once(mark: str) -> FunctionStage:
+    """Dies after it was ready, unless the file ``mark``, which it then leaves, is there."""
+    if Path(mark).exists():
+        return tag()
+    Path(mark).touch()
+    return dying_later()
 
 
 def slow_factory(seconds: float = 60.0) -> FunctionStage:

@@ -39,9 +39,10 @@ async def test_what_a_factory_refuses_on_purpose_is_told_without_a_traceback(sta
     assert str(info.value) == "stage 'a' (a) could not be built: /models/m/model.safetensors: a.weight is [3], not [4]"
 
 
-async def test_a_process_that_dies_while_it_starts_is_named_with_its_last_lines(start: Start) -> None:
+@pytest.mark.parametrize("policy", ["stop", "restart"])
+async def test_a_process_that_dies_while_it_starts_is_named_with_its_last_lines(start: Start, policy: str) -> None:
     with pytest.raises(StartupError, match="instance 'a' exited with status 3 before it was ready") as info:
-        await start(plan_of(stage("a", "dying_factory", terminal=True)))
+        await start(plan_of(stage("a", "dying_factory", terminal=True), on_process_exit=policy))
     assert "last words of the child" in str(info.value)
 
 
@@ -250,6 +251,17 @@ async def test_a_process_that_dies_while_others_still_start_ends_the_start(start
             plan_of(stage("a", "dying_later", next="b"), stage("b", "slow_factory", terminal=True)), startup_timeout=30
         )
     assert time.monotonic() - begin < 10
+
+
+async def test_with_restart_a_ready_process_that_dies_while_others_still_start_comes_back(
+    start: Start, tmp_path: Path
+) -> None:
+    first = stage("a", "dying_once", factory_args={"mark": str(tmp_path / "mark")}, next="b")
+    last = stage("b", "slow_factory", factory_args={"seconds": 4.0}, terminal=True)
+    pipeline = await start(plan_of(first, last, on_process_exit="restart"), startup_timeout=30)
+    await eventually(lambda: pipeline.status == "ready")
+    assert [(i["name"], i["restarts"]) for i in pipeline.health()["instances"]] == [("a", 1), ("b", 0)]
+    assert (await pipeline.submit({}).result())["b"]["trail"] == ["tag", "tag"]
 
 
 async def test_two_servers_never_touch_each_other(start: Start, own_run_folder: Path) -> None:

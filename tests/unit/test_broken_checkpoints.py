@@ -541,7 +541,7 @@ def test_the_published_tokenizer_of_higgs_is_expected_as_transformers_builds_it(
     parts = ("acoustic_encoder.", "semantic_model.", "encoder_semantic.", "fc.")
     built = {name: shape for name, shape in shapes_of(encoder).items() if name.startswith(parts)}
     built |= shapes_of(decoder, "acoustic_decoder.")
-    found = dict(higgs_shapes(spec, "", ()))
+    found = dict(higgs_shapes(spec, "", built.keys()))
     assert {name: shape for name, shape in found.items() if name.startswith((*parts, "acoustic_decoder."))} == built
 
 

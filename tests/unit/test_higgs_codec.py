@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +13,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_higgs as tiny
 
 from sgl_omni.engine.checkpoint import CheckpointError
+from sgl_omni.engine.headers import check_shapes, read_headers
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.higgs_audio_v2.codec_decoder import CodecDecoder
 from sgl_omni.models.higgs_audio_v2.codec_encoder import CodecEncoder, resample
+from sgl_omni.models.higgs_audio_v2.codec_shapes import codec_shapes
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
 from sgl_omni.models.higgs_tts.vocoder import HiggsVocoder, cut_after
 
@@ -87,10 +91,11 @@ def test_every_tensor_of_the_encoder_comes_from_the_checkpoint(encoder: CodecEnc
     assert all(torch.isfinite(parameter).all() for parameter in encoder.parameters())
 
 
-@pytest.mark.parametrize("names", [("weight_g", "weight_v"), ("original0", "original1")])
-def test_weights_may_be_normalised_on_disk(
-    decoder: CodecDecoder, encoder: CodecEncoder, folder: Path, tmp_path: Path, names: tuple[str, str]
-) -> None:
+AGES = [("weight_g", "weight_v"), ("original0", "original1")]
+
+
+def normalised(folder: Path, names: tuple[str, str]) -> dict[str, Tensor]:
+    """A checkpoint's tensors, with the acoustic convolutions' weights as lengths and directions called so."""
     tensors = load_file(folder / "model.safetensors")
     for name in [
         name for name in tensors if ".conv" in name and name.startswith("acoustic") and name.endswith("weight")
@@ -99,7 +104,39 @@ def test_weights_may_be_normalised_on_disk(
         base = name.removesuffix("weight") + ("parametrizations.weight." if names[0] == "original0" else "")
         length = weight.flatten(1).norm(dim=1).view(-1, *[1] * (weight.dim() - 1))
         tensors |= {base + names[0]: length.contiguous(), base + names[1]: (weight * 0.5).contiguous()}
-    save_file(tensors, tmp_path / "model.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize("names", AGES)
+@pytest.mark.parametrize("gone", [(0,), (1,), (0, 1)])
+def test_a_missing_part_of_a_weight_is_told_by_its_name_in_the_file(
+    folder: Path, tmp_path: Path, names: tuple[str, str], gone: tuple[int, ...]
+) -> None:
+    base = "acoustic_decoder.block.1.conv_t1." + ("parametrizations.weight." if names[0] == "original0" else "")
+    absent = [base + names[i] for i in gone]
+    kept = {name: tensor for name, tensor in normalised(folder, names).items() if name not in absent}
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"missing: {', '.join(map(re.escape, absent))}$"):
+        check_shapes(read_headers(tmp_path), codec_shapes(SPEC, "", kept.keys()), str(tmp_path))
+    with pytest.raises(CheckpointError, match=f"missing: {', '.join(map(re.escape, absent))}$"):
+        CodecDecoder.load(tmp_path, SPEC)
+
+
+def test_a_missing_weight_of_positions_is_told_as_length_and_direction(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    gone = sorted(name for name in tensors if "pos_conv_embed" in name and "weight" in name)
+    assert [name.rpartition(".")[2] for name in gone] == ["original0", "original1"]
+    kept = {name: tensor for name, tensor in tensors.items() if name not in gone}
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"missing: {', '.join(map(re.escape, gone))}$"):
+        CodecEncoder.load(tmp_path, SPEC)
+
+
+@pytest.mark.parametrize("names", AGES)
+def test_weights_may_be_normalised_on_disk(
+    decoder: CodecDecoder, encoder: CodecEncoder, folder: Path, tmp_path: Path, names: tuple[str, str]
+) -> None:
+    save_file(normalised(folder, names), tmp_path / "model.safetensors")
     given, audio = codes(9), torch.from_numpy(tiny.recording(1.0))
     again = CodecDecoder.load(tmp_path, SPEC).decode(given)
     assert (again - decoder.decode(given)).abs().max() < TOLERANCE

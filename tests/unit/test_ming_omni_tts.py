@@ -19,7 +19,7 @@ from sgl_omni.engine.checkpoint import CheckpointError
 from sgl_omni.engine.device_rows import DeviceRows
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.row_state import RowState
-from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.errors import InvalidRequest, NotFinite, StartupError
 from sgl_omni.models.ming_omni_tts.model import MingModel, _with_latents
 from sgl_omni.models.ming_omni_tts.pipeline import MingOmniTTSPipelineConfig
 from sgl_omni.models.ming_omni_tts.preprocess import SpeechPreprocessor
@@ -95,6 +95,35 @@ def test_audio_equals_the_plain_model(ming: Ming, churn: Any, pool: int, chunk: 
         audio = seen[name].joined("audio").numpy()
         assert len(audio) == steps * STEP
         assert np.abs(audio - case.audio).max() < TOLERANCE, name
+
+
+@pytest.mark.parametrize("device_rows", [False, True])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_audio_that_is_not_finite_fails_its_request_and_no_other(ming: Ming, bad: float, device_rows: bool) -> None:
+    class Damaged(MingTask):
+        def take(self, request: Any, row: list[int]) -> bool:
+            ended = super().take(request, row)
+            if request.id == "voice 1" and len(request.outputs) == 2:
+                request.task.latents[-1] = torch.full((PATCH, LATENT), bad)
+            return ended
+
+    settings = EngineSettings(max_total_tokens=4096)
+    engine = AutoregressiveEngine.build(ming.model, Damaged(ming.model), settings, device_rows=device_rows)
+    for name in ("plain 0", "voice 1"):
+        engine.add(name, ming.cases[name].payload)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    ((name, error),) = [(each.request_id, each.error) for each in outputs if each.error is not None]
+    assert (name, str(error)) == (
+        "voice 1",
+        "the vocoder's samples are not all finite: the model's weights may be damaged",
+    )
+    assert isinstance(error, NotFinite)
+    audio = [chunk["audio"] for each in outputs if each.request_id == "plain 0" for chunk in each.chunks]
+    assert np.abs(np.concatenate(audio) - ming.cases["plain 0"].audio).max() < TOLERANCE
+    assert all(np.isfinite(chunk["audio"]).all() for each in outputs for chunk in each.chunks)
+    assert engine.stats()["kv_used_tokens"] == 0
 
 
 def test_a_step_in_device_rows_asks_the_host_nothing(ming: Ming) -> None:

@@ -169,7 +169,7 @@ def test_parts_without_end_are_refused_before_they_are_counted_out(
         ({"tokenizer.json": None, "vocab.json": '{"a"', "merges.txt": ""}, "vocab.json cannot be read"),
         ({"generation_config.json": "["}, "generation_config.json cannot be read"),
         ({"generation_config.json": '{"temperature": "hot"}'}, "temperature is 'hot', no number"),
-        ({"generation_config.json": '{"talker_top_k": true}'}, "talker_top_k is True, no number"),
+        ({"generation_config.json": '{"talker_top_k": true}'}, "talker_top_k is True, no whole number of -1 or more"),
     ],
 )
 def test_files_beside_the_weights_are_read_before_a_start(

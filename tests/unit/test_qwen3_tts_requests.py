@@ -179,6 +179,8 @@ CODEC = "speech_tokenizer/config.json"
         (with_fields("config.json", architectures=["LlamaForCausalLM"]), "architectures is .*LlamaForCausalLM"),
         (with_fields("config.json", tts_model_type="sung"), "config.json: tts_model_type is 'sung'"),
         (with_fields("config.json", talker_config__codec_eos_token_id=...), "lacks the field talker_config.codec_eos"),
+        (with_fields("config.json", talker_config__codec_think_id=...), "lacks the field talker_config.codec_think_id"),
+        (with_fields(CODEC, encode_downsample_rate=...), "lacks the field encode_downsample_rate"),
         (with_fields("config.json", speaker_encoder_config=...), "lacks the field speaker_encoder_config"),
         (with_fields(CODEC, model_type="qwen3_tts_tokenizer_25hz"), "model_type is 'qwen3_tts_tokenizer_25hz'"),
         (with_fields(CODEC, decoder_config__num_quantizers=9), "num_quantizers is 9, not the talker's 5"),
@@ -196,7 +198,6 @@ def test_damaged_checkpoints_are_refused_by_name(
 @pytest.mark.parametrize(
     ("file", "changes", "factory", "message"),
     [
-        ("config.json", {"talker_config.codec_think_id": ...}, create_engine, "lacks the field 'codec_think_id'"),
         ("config.json", {"talker_config.num_hidden_layers": 3}, create_engine, "missing: talker.model.layers.2"),
         (CODEC, {"decoder_config.latent_dim": ...}, create_vocoder, "lacks the field decoder_config.latent_dim"),
         (CODEC, {"decoder_config.num_hidden_layers": 1}, create_vocoder, "unknown: decoder.pre_transformer.layers.1"),

@@ -2,6 +2,7 @@ import asyncio
 import base64
 import io
 import json
+import logging
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable
@@ -278,6 +279,31 @@ async def test_a_full_server_says_when_to_come_back(asgi, backend):
     assert (response.status_code, response.headers["retry-after"]) == (503, "3")
     assert response.json()["error"]["code"] == "overloaded"
     assert await metric(asgi, 'sgl_omni_requests_total{outcome="rejected"}') == 1
+
+
+async def test_an_error_after_the_first_audio_is_one_line_of_the_log(http, backend, caplog):
+    backend.script = failing(StageFailed("stage 'vocoder' failed", stage="vocoder", instance="vocoder@r1"), after=3)
+    for _ in range(2):
+        with pytest.raises(httpx.RemoteProtocolError):
+            await http.post("/v1/audio/speech", json={**SAY, "response_format": "pcm"})
+    said = [(record.name, record.levelname) for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said == [("sgl_omni.server.streaming", "WARNING")] * 2
+    assert "broke off: StageFailed: stage 'vocoder' failed" in caplog.text
+
+
+async def test_a_response_that_is_left_unfinished_by_mistake_is_still_logged(caplog):
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+
+    server = HttpServer(app, bind("127.0.0.1", 0))
+    running = asyncio.create_task(server.run())
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.get("/")
+    server.stop()
+    await running
+    assert "ASGI callable returned without completing response." in caplog.text
 
 
 async def test_an_error_after_the_first_audio_leaves_the_body_incomplete(http, backend):

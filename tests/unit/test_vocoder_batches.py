@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sgl_omni.audio.causal import CausalStream
 from sgl_omni.engine.task import HandOver
-from sgl_omni.errors import StartupError
+from sgl_omni.errors import NotFinite, StartupError
 from sgl_omni.models.csm import codec as mimi
 from sgl_omni.models.csm.stages import create_vocoder as create_csm
 from sgl_omni.models.csm.vocoder import CsmVocoder
@@ -161,6 +162,20 @@ def test_requests_at_once_are_those_alone_though_some_go_away(codecs: dict[str, 
         assert np.abs(audio - expected).max() < TOLERANCE
         whole = codec.alone(codes).clip(-1, 1)
         assert np.abs(audio - whole[: len(audio)]).max() < TOLERANCE
+
+
+@FAMILIES
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_samples_that_are_not_finite_fail_their_request(codecs: dict[str, Codec], family: str, bad: float) -> None:
+    codec = codecs[family]
+    layers = codec.decoder._parts["decoder"] if family == "csm" else codec.decoder
+    last = next(tensor for tensor in layers.parameters() if tensor.shape == (1,))  # added to every sample
+    whole = last.clone()
+    with torch.no_grad():
+        last.fill_(bad)
+        with pytest.raises(NotFinite, match="the vocoder's samples are not all finite"):
+            speak(vocoder_of(codec, family, 1), codec.codes(31, 5), 31)
+        last.copy_(whole)
 
 
 @FAMILIES

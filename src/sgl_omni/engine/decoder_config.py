@@ -141,9 +141,10 @@ class DecoderConfig:
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(each, int) for each in found):
+        raise StartupError(f"eos_token_id is {value!r}, not an id or a list of ids")
+    return tuple(found)
 
 
 def _moe(config: Mapping[str, Any]) -> MoEConfig | None:
@@ -151,6 +152,8 @@ def _moe(config: Mapping[str, Any]) -> MoEConfig | None:
     if not experts:
         return None
     size, together = config["moe_intermediate_size"], config.get("num_shared_experts") or 0
+    if size is None:
+        raise StartupError("moe_intermediate_size is null, and num_experts are there")
     return MoEConfig(
         num_experts=experts,
         experts_per_token=config["num_experts_per_tok"],
@@ -162,7 +165,7 @@ def _moe(config: Mapping[str, Any]) -> MoEConfig | None:
 
 
 def _sparse_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
     first = config.get("first_k_dense_replace") or 0
     return tuple(i >= first and i not in dense and (i + 1) % step == 0 for i in range(layers))
 
@@ -174,5 +177,5 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[in
     kinds = config.get("layer_types")
     if kinds:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = 0 if family.window_everywhere else config.get("max_window_layers", 0)
+    first = 0 if family.window_everywhere else config.get("max_window_layers") or 0
     return tuple(window if i >= first else None for i in range(layers))

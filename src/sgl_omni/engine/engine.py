@@ -219,7 +219,7 @@ class AutoregressiveEngine:
         return outputs + [output for output in handed if output is not None]
 
     def _take(self, rows: Sequence[tuple[Request, list[int]]]) -> list[EngineOutput]:
-        failed = [self._fail(request) for request, row in rows if row[0] == LOST]
+        failed = [self._fail(request, NotFinite("the logits are")) for request, row in rows if row[0] == LOST]
         rows = [each for each in rows if each[1][0] != LOST] if failed else rows
         self._generated += len(rows)
         outputs = [self._output(request, ended) for request, ended in self._task.take_all(rows)]
@@ -274,9 +274,9 @@ class AutoregressiveEngine:
             self._remove(request)
             raise
 
-    def _fail(self, request: Request) -> EngineOutput:
+    def _fail(self, request: Request, error: NotFinite) -> EngineOutput:
         self._remove(request)
-        return EngineOutput(request.id, error=NotFinite("the logits are"))
+        return EngineOutput(request.id, error=error)
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request)
@@ -287,7 +287,10 @@ class AutoregressiveEngine:
             self._sources.leave(request)
 
     def _output(self, request: Request, ended: bool) -> EngineOutput | None:
-        chunk = self._task.chunk(request)
+        try:
+            chunk = self._task.chunk(request)
+        except NotFinite as error:
+            return self._fail(request, error)
         chunks = [] if chunk is None else [chunk]
         if ended and not request.followers:
             self._remove(request)

@@ -11,6 +11,7 @@ from typing import Any
 from sgl_omni.engine.headers import FLOATS, CheckpointError, Entry, check_shapes, is_derived, read_headers
 from sgl_omni.engine.shapes import Named
 from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.models.numbers import check_ids, check_numbers
 from sgl_omni.text.template import check_template
 
 _MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -55,50 +56,12 @@ def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return found
 
 
-def read_sizes(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` of a model or codec, whose sizes are then counted out. Raises ``InvalidRequest`` as
-    ``read_json`` does, and where it counts more layers than any model has."""
-    config = read_json(folder)
-    _check_repeated(config, folder / "config.json")
+def read_sizes(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """A file of a model or codec whose numbers are then counted with. Raises ``InvalidRequest`` as ``read_json``
+    does, and where one is no number of its kind."""
+    config = read_json(folder, name)
+    check_numbers(config, folder / name)
     return config
-
-
-_WHOLE = frozenset(
-    {
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-        *("head_dim", "vocab_size", "max_position_embeddings", "d_model", "encoder_layers", "decoder_layers"),
-        *("encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim"),
-        *("num_filters", "codebook_dim", "upsample_groups", "vector_quantization_hidden_dimension", "num_quantizers"),
-        *("downsample_hidden_size", "num_mel_bins", "out_hidden_size", "num_position_embeddings", "decoder_dim"),
-    }
-)
-_REAL = frozenset({"rms_norm_eps", "layer_norm_eps", "rope_theta"})
-_REPEATED = re.compile(r"(^|_)(layers|depth|experts|quantizers|codebooks|res2net_scale)$")
-_MOST_REPEATED = 4096
-"""Layers, or experts or codebooks of one: more is no model, and would be counted out name by name."""
-_SAMPLING = re.compile(r"(^|_)(temperature|top_k|top_p|repetition_penalty|max_new_tokens|max_length)$")
-
-
-def _check_repeated(config: Mapping[str, Any], file: Path, within: str = "") -> None:
-    for name, value in config.items():
-        parts = value if isinstance(value, list) else [value]
-        for i, part in enumerate(parts):
-            if isinstance(part, Mapping):
-                _check_repeated(part, file, f"{within}{name}.{f'{i}.' if isinstance(value, list) else ''}")
-        if _REPEATED.search(name) and isinstance(value, int) and value > _MOST_REPEATED:
-            raise InvalidRequest(f"{file}: {within}{name} is {value}, more than {_MOST_REPEATED}", param="model_path")
-
-
-def check_numbers(config: Mapping[str, Any], file: Path, within: str = "") -> None:
-    """Raises ``InvalidRequest`` that names the first size anywhere in a config that is no number of its kind."""
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            check_numbers(value, file, f"{within}{name}.")
-        elif value is None or name not in _WHOLE | _REAL:
-            continue
-        elif isinstance(value, bool) or not isinstance(value, int if name in _WHOLE else (int, float)) or value <= 0:
-            kind = "whole number" if name in _WHOLE else "number"
-            raise InvalidRequest(f"{file}: {within}{name} is {value!r}, no {kind} above 0", param="model_path")
 
 
 def check_folder(
@@ -127,7 +90,7 @@ def check_folder(
         )
     for field in fields:
         require(config, field, folder / "config.json")
-    check_numbers(config, folder / "config.json")
+    check_ids(config, fields, folder / "config.json")
     if tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
         raise InvalidRequest(f"{folder} holds no tokenizer: neither {' nor '.join(_TOKENIZERS)}", param="model_path")
     if tokenizer:
@@ -161,13 +124,8 @@ def _check_tokenizer(folder: Path) -> None:
 
 def _check_sampling(folder: Path) -> None:
     """What a model's authors sample with, where they say it: requests that say nothing else get it as it is."""
-    name = "generation_config.json"
-    if not (folder / name).is_file():
-        return
-    for field, value in read_json(folder, name).items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if _SAMPLING.search(field) and value is not None and not is_number:
-            raise InvalidRequest(f"{folder / name}: {field} is {value!r}, no number", param="model_path")
+    if (folder / "generation_config.json").is_file():
+        read_sizes(folder, "generation_config.json")
 
 
 def _check_template(folder: Path) -> None:
@@ -178,10 +136,10 @@ def _check_template(folder: Path) -> None:
 
 
 def require(config: Mapping[str, Any], field: str, file: Path) -> Any:
-    """The value at a dotted path. Raises ``InvalidRequest`` that names file and field where it is absent."""
+    """The value at a dotted path. Raises ``InvalidRequest`` that names file and field where it is absent or null."""
     value: Any = config
     for part in field.split("."):
-        if not isinstance(value, Mapping) or part not in value:
+        if not isinstance(value, Mapping) or value.get(part) is None:
             raise InvalidRequest(f"{file} lacks the field {field}", param="model_path")
         value = value[part]
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from sgl_omni.listening import BACKLOG, url_of
+from sgl_omni.server.streaming import broken_off
 
 # Longer than the 60 s for which common proxies keep an idle connection, so that they close it first.
 KEEP_ALIVE_SECONDS = 75
@@ -33,6 +35,7 @@ class HttpServer:
             timeout_graceful_shutdown=grace,  # type: ignore[arg-type]
             backlog=BACKLOG,
         )
+        logging.getLogger("uvicorn.error").addFilter(_said_already)
         self._server = _SignallessServer(config)
 
     async def run(self) -> None:
@@ -46,6 +49,15 @@ class HttpServer:
         """As ``stop``, without any grace."""
         self._server.should_exit = True
         self._server.force_exit = True
+
+
+def _said_already(record: logging.LogRecord) -> bool:
+    """All but uvicorn's error for a response that was broken off, which our own warning tells, with the reason.
+
+    uvicorn has no way to end a chunked body improperly that it does not log as an error: an application may raise,
+    which it logs with a traceback, or return early, which it logs as this. It does so in the response's own task.
+    """
+    return not (broken_off.get() and record.msg == "ASGI callable returned without completing response.")
 
 
 class _SignallessServer(uvicorn.Server):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextvars import ContextVar
 from typing import Protocol
 
 from starlette.responses import Response
@@ -18,6 +19,9 @@ from sgl_omni.server.metrics import Measurement
 logger = logging.getLogger(__name__)
 
 LastWords = Callable[[OmniError], bytes]
+
+broken_off: ContextVar[bool] = ContextVar("broken_off", default=False)
+"""Whether the response of this task was ended without its proper end, on purpose and with a line in the log."""
 
 
 class Work(Protocol):
@@ -91,6 +95,7 @@ class PipelineResponse(Response):
 
     async def _break_off(self, error: OmniError, send: Send) -> None:
         """Returning without the last body message makes the server close the connection."""
+        broken_off.set(True)
         logger.warning("request %s broke off: %s: %s", self._handle.id, type(error).__name__, describe(error))
         if self._last_words:
             await send({"type": "http.response.body", "body": self._last_words(error), "more_body": False})

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from sgl_omni.audio.causal import CausalStream, Codes
-from sgl_omni.audio.chunk import audio_chunk
+from sgl_omni.audio.chunk import audio_chunk, clipped
 from sgl_omni.audio.gathering import Gathering
 from sgl_omni.audio.stretch import TimeStretch
 from sgl_omni.engine.task import HandOver
@@ -71,14 +71,14 @@ class CsmVocoder(StreamStage[VocoderState]):
 
     def _spoken(self, state: VocoderState, frames: int) -> Iterator[Payload]:
         codes, state.waiting = state.waiting[:frames], state.waiting[frames:]
-        samples = self._decode((codes, state.stream))
+        samples = clipped(self._decode((codes, state.stream)))
         yield from self._chunk(samples if state.stretch is None else state.stretch.feed(samples))
 
     def _decode_all(self, pieces: list[tuple[Codes, CausalStream]]) -> list[NDArray[np.float32]]:
         # OpenMP keeps the count per thread, and the results of a product may depend on it
         torch.set_num_threads(self._num_threads)
         codes, streams = zip(*pieces, strict=True)
-        return [audio.clamp(-1, 1).numpy() for audio in self._codec.decode(codes, streams)]
+        return [audio.numpy() for audio in self._codec.decode(codes, streams)]
 
     def _chunk(self, samples: NDArray[np.float32]) -> Iterator[Payload]:
         if len(samples):

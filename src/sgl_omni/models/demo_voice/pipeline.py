@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
-from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.demo_voice.spec import MODEL_ID, CodecSpec, VoiceSpec, resolve_folder, tensor_shapes
 from sgl_omni.models.folder import check_tensors, read_json
 
@@ -54,14 +53,8 @@ class DemoVoicePipelineConfig(PipelineConfig):
     def tasks(cls, model_path: str) -> Tasks:
         """Raises ``InvalidRequest`` that names the file, field or tensor that is missing or does not fit."""
         folder = resolve_folder(model_path)
-        config = read_json(folder)
-        try:
-            spec = VoiceSpec.load(folder)
-            CodecSpec.load(folder)
-        except KeyError as error:
-            raise InvalidRequest(f"{folder}: the config lacks the field {error.args[0]}", "model_path") from error
-        except (OSError, ValueError) as error:
-            raise InvalidRequest(f"{folder} cannot be read: {error}", "model_path") from error
+        config, spec = read_json(folder), VoiceSpec.load(folder)
+        CodecSpec.load(folder)
         check_tensors(folder, lambda: tensor_shapes(spec, config))
         check_tensors(folder / "codec", parts=["quantizer.codebooks", "decoder."])
         return Tasks(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.shapes import Named, decoder_shapes
 from sgl_omni.errors import InvalidRequest
+from sgl_omni.models.folder import read_sizes, require
+from sgl_omni.models.numbers import check_ids, check_size
 
 MODEL_ID = "demo-voice"
 PACKAGED_WEIGHTS = Path(__file__).with_name("weights")
@@ -26,9 +27,11 @@ def resolve_folder(model_path: str) -> Path:
     return folder
 
 
-def _read(path: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return config
+def _fields(folder: Path, name: str = "config.json") -> Callable[[str], Any]:
+    """A file's values by name. Raises ``InvalidRequest`` that names file and field for what is absent or no number."""
+    config = read_sizes(folder, name)
+    check_ids(config, tuple(config), folder / name)
+    return lambda field: require(config, field, folder / name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,32 +75,32 @@ class VoiceSpec:
 
     @classmethod
     def load(cls, folder: Path) -> VoiceSpec:
-        config, generation = _read(folder / "config.json"), _read(folder / "generation_config.json")
+        config, generation = _fields(folder), _fields(folder, "generation_config.json")
         return cls(
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            rms_norm_eps=config["rms_norm_eps"],
-            rope_theta=config["rope_theta"],
-            max_positions=config["max_position_embeddings"],
-            num_codebooks=config["num_codebooks"],
-            codebook_size=config["codebook_size"],
-            column_vocab_size=config["column_vocab_size"],
-            head_vocab_size=config["head_vocab_size"],
-            eos_id=config["audio_eos_token_id"],
-            pad_id=config["audio_pad_token_id"],
-            text_offset=config["text_token_offset"],
-            sep_id=config["sep_token_id"],
-            voice_offset=config["voice_token_offset"],
-            max_text_length=config["max_text_length"],
-            max_frames=generation["max_audio_frames"],
-            top_k=generation["top_k"],
-            voices=tuple(config["voices"]),
-            default_voice=config["default_voice"],
-            sample_rate=config["sampling_rate"],
+            hidden_size=config("hidden_size"),
+            intermediate_size=config("intermediate_size"),
+            num_layers=config("num_hidden_layers"),
+            num_heads=config("num_attention_heads"),
+            num_kv_heads=config("num_key_value_heads"),
+            head_dim=config("head_dim"),
+            rms_norm_eps=config("rms_norm_eps"),
+            rope_theta=config("rope_theta"),
+            max_positions=config("max_position_embeddings"),
+            num_codebooks=config("num_codebooks"),
+            codebook_size=config("codebook_size"),
+            column_vocab_size=config("column_vocab_size"),
+            head_vocab_size=config("head_vocab_size"),
+            eos_id=config("audio_eos_token_id"),
+            pad_id=config("audio_pad_token_id"),
+            text_offset=config("text_token_offset"),
+            sep_id=config("sep_token_id"),
+            voice_offset=config("voice_token_offset"),
+            max_text_length=config("max_text_length"),
+            max_frames=generation("max_audio_frames"),
+            top_k=generation("top_k"),
+            voices=tuple(config("voices")),
+            default_voice=config("default_voice"),
+            sample_rate=config("sampling_rate"),
         )
 
 
@@ -129,20 +132,22 @@ class CodecSpec:
 
     @classmethod
     def load(cls, folder: Path) -> CodecSpec:
-        config = _read(folder / "codec" / "config.json")
+        config = _fields(folder / "codec")
+        for field in ("dim", "blocks", "upsample"):
+            check_size(config(field), field, folder / "codec" / "config.json")
         return cls(
-            sample_rate=config["sampling_rate"],
-            samples_per_frame=config["samples_per_frame"],
-            num_codebooks=config["num_codebooks"],
-            codebook_size=config["codebook_size"],
-            latent_dim=config["latent_dim"],
-            dim=config["dim"],
-            intermediate_size=config["intermediate_size"],
-            code_blocks=config["code_blocks"],
-            blocks=config["blocks"],
-            upsample=config["upsample"],
-            n_fft=config["n_fft"],
-            hop_length=config["hop_length"],
-            left_context=config["left_context_frames"],
-            right_context=config["right_context_frames"],
+            sample_rate=config("sampling_rate"),
+            samples_per_frame=config("samples_per_frame"),
+            num_codebooks=config("num_codebooks"),
+            codebook_size=config("codebook_size"),
+            latent_dim=config("latent_dim"),
+            dim=config("dim"),
+            intermediate_size=config("intermediate_size"),
+            code_blocks=config("code_blocks"),
+            blocks=config("blocks"),
+            upsample=config("upsample"),
+            n_fft=config("n_fft"),
+            hop_length=config("hop_length"),
+            left_context=config("left_context_frames"),
+            right_context=config("right_context_frames"),
         )

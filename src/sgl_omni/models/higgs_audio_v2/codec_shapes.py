@@ -5,7 +5,7 @@ They are those that ``CodecDecoder`` and ``CodecEncoder`` read, known before any
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping, Set
 from itertools import pairwise
 from typing import Any
 
@@ -30,21 +30,42 @@ _HUBERT: Mapping[str, Any] = {
 """transformers', for what a config does not say."""
 
 _SEMANTIC = "semantic_model."
+_POSITIONS = f"{_SEMANTIC}encoder.pos_conv_embed."
+"""Its weight is always length and direction, unless a checkpoint holds it as it is."""
+_ACOUSTIC = ("acoustic_encoder.", "acoustic_decoder.")
+"""Parts whose weights are all of one sort."""
 
 
-def on_disk(name: str, names: Collection[str]) -> tuple[str, str] | None:
-    """Length and direction, where a checkpoint with these ``names`` holds a weight as such; None where as it is."""
-    base = name.removesuffix("weight")
-    if base == name or name in names:
+def on_disk(prefix: str, name: str, names: Set[str]) -> tuple[str, str] | None:
+    """Length and direction, where a checkpoint with these ``names`` holds a weight as such; None where as it is.
+
+    Of a weight that is not whole, or not there, the names are those that it should have beside the others.
+    """
+    base = (prefix + name).removesuffix("weight")
+    if base == prefix + name or prefix + name in names:
         return None
-    pairs = ((base + length, base + direction) for length, direction in _NORMALISED)
-    return next((pair for pair in pairs if pair[0] in names and pair[1] in names), None)
+    for length, direction in _NORMALISED:
+        if not names.isdisjoint((base + length, base + direction)):
+            return base + length, base + direction
+    if name.startswith(_POSITIONS):
+        age = _age_of(names) or _NORMALISED[-1]
+    else:
+        part = f"{prefix}{name.split('.')[0]}."
+        age = _age_of(other for other in names if other.startswith(part)) if name.startswith(_ACOUSTIC) else None
+    return None if age is None else (base + age[0], base + age[1])
 
 
-def codec_shapes(spec: CodecSpec, prefix: str, names: Collection[str]) -> Named:
+def _age_of(names: Iterable[str]) -> tuple[str, str] | None:
+    """How lengths and directions are called among ``names``; None where there are none."""
+    suffixes = {length: (length, direction) for length, direction in _NORMALISED}
+    found = (suffix for name in names for suffix in suffixes if name.endswith(f".{suffix}"))
+    return suffixes.get(next(found, ""))
+
+
+def codec_shapes(spec: CodecSpec, prefix: str, names: Set[str]) -> Named:
     """``names``: of all tensors in the checkpoint. ``prefix``: where the tokenizer lies among them."""
     for name, shape in _plain(spec):
-        pair = on_disk(prefix + name, names)
+        pair = on_disk(prefix, name, names)
         if pair is None:
             yield prefix + name, shape
             continue

@@ -77,7 +77,10 @@ class CodecSpec:
         hop = math.prod(down)
         if math.prod(up) != hop:
             raise InvalidRequest(f"{source}: upsampling_ratios do not undo downsampling_ratios", param="model_path")
+        _check_lengths(found, semantic, source)
         rate, size = int(found["sample_rate"]), int(found["codebook_size"])
+        if size < 2:
+            raise InvalidRequest(f"{source}: codebook_size is {size}, no choice between codes", param="model_path")
         bits = math.ceil(math.log2(size)) * math.ceil(rate / hop)
         stride = int(hop / (rate / found["semantic_sample_rate"]) / found["downsample_factor"])
         return cls(
@@ -142,6 +145,19 @@ def _numbers(config: Mapping[str, Any], key: str, source: str) -> list[int]:
     if not isinstance(value, Sequence) or not value or not all(isinstance(each, int) and each > 0 for each in value):
         raise InvalidRequest(f"{source}: acoustic_model_config.{key} must be a list of factors", param="model_path")
     return list(value)
+
+
+def _check_lengths(config: Mapping[str, Any], semantic: Mapping[str, Any], source: str) -> None:
+    """Lists that are gone through together have as many entries each."""
+    pairs = [("strides", config["strides"], "channel_ratios", config["channel_ratios"])]
+    if "conv_dim" in semantic and "conv_kernel" in semantic:
+        at = "semantic_model_config."
+        pairs.append((f"{at}conv_kernel", semantic["conv_kernel"], f"{at}conv_dim", semantic["conv_dim"]))
+    for name, values, other, others in pairs:
+        if len(values) != len(others):
+            raise InvalidRequest(
+                f"{source}: {name} has {len(values)} entries, and {other} {len(others)}", param="model_path"
+            )
 
 
 def _require(config: Mapping[str, Any], key: str, source: str) -> None:

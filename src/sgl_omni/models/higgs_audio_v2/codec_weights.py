@@ -32,7 +32,7 @@ class CodecWeights:
 
     def tensor(self, name: str, target: Tensor, *, norm_dim: int = 0) -> None:
         full = self._prefix + name
-        pair = on_disk(full, self._names)
+        pair = on_disk(self._prefix, name, self._names)
         if pair is None:
             self._slots.append(Slot(full, target, tuple(target.shape)))
             return

@@ -110,7 +110,7 @@ class HiggsCheckpoint:
     def check_tensors(self) -> None:
         """Raises ``InvalidRequest`` that names the tensors of engine and codec that are missing or ill-shaped."""
         check_tensors(self.folder, lambda: _engine_shapes(self.config, self.is_v2))
-        names = check_weights(self.codec_folder)
+        names = check_weights(self.codec_folder).keys()
         parts = [f"{self.codec_prefix}{part}" for part in ("acoustic_decoder.", "acoustic_encoder.", "quantizer.")]
         check_tensors(self.codec_folder, lambda: codec_shapes(self.codec, self.codec_prefix, names), parts)
 

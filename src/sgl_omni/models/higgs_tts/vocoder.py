@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_omni.audio.chunk import audio_chunk
+from sgl_omni.audio.chunk import audio_chunk, clipped
 from sgl_omni.audio.gathering import Gathering
 from sgl_omni.models.higgs_audio_v2.codec_decoder import CodecDecoder
 from sgl_omni.runtime.stage import Payload, Request, StreamStage
@@ -93,7 +93,7 @@ class HiggsVocoder(StreamStage[VocoderState]):
 
     def _emit(self, audio: Samples) -> Iterator[Payload]:
         if len(audio):
-            yield audio_chunk(np.clip(audio, -1.0, 1.0), self._decoder.spec.sample_rate)
+            yield audio_chunk(clipped(audio), self._decoder.spec.sample_rate)
 
     def _stretch(self, speed: float) -> TimeStretch | None:
         if speed == 1.0:

@@ -67,6 +67,8 @@ class VaeSpec:
     def parse(cls, config: Mapping[str, Any]) -> VaeSpec:
         inside, outside = config["enc_kwargs"], config["dec_kwargs"]
         patch = int(config.get("patch_size", -1))
+        if patch == 0:
+            raise StartupError("Ming-Omni-TTS: audio_tokenizer_config.patch_size is 0")
         encoder = _backbone(inside["backbone"])
         window = int(inside.get("input_dim", 320))
         # The published code cuts the encoder's own config to as many layers, by its rule for windows, not its list.

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sgl_omni.audio.chunk import audio_chunk, clipped
 from sgl_omni.audio.stretch import TimeStretch
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Prompt, Request, Sampling
@@ -62,9 +63,9 @@ class MingTask(Task):
         speech: Speech = request.task
         new, ended = speech.latents[request.sent :], request.finish_reason is not None
         request.sent = len(speech.latents)
-        samples = self._vae.decode(torch.cat(new), speech.stream, last=ended).clamp(-1, 1).cpu().numpy()
+        samples = clipped(self._vae.decode(torch.cat(new), speech.stream, last=ended).cpu().numpy())
         audio = self._at_speed(speech, samples, ended)
-        return {"audio": audio, "sample_rate": self._vae.spec.sample_rate} if len(audio) else None
+        return audio_chunk(audio, self._vae.spec.sample_rate) if len(audio) else None
 
     def _at_speed(self, speech: Speech, samples: NDArray[np.float32], ended: bool) -> NDArray[np.float32]:
         if speech.speed == 1:

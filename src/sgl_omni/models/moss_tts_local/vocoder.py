@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_omni.audio.chunk import audio_chunk
+from sgl_omni.audio.chunk import audio_chunk, clipped
 from sgl_omni.audio.stretch import TimeStretch
 from sgl_omni.engine.task import HandOver
 from sgl_omni.models.moss_tts_local.codec import CodecDecoder, CodecStream
@@ -69,7 +69,7 @@ class MossVocoder(StreamStage[VocoderState]):
     def _spoken(self, state: VocoderState, frames: int) -> Iterator[Payload]:
         codes, state.waiting = state.waiting[:frames], state.waiting[frames:]
         audio = self._codec.decode(torch.from_numpy(codes.astype(np.int64)), state.stream)
-        samples: NDArray[np.float32] = audio.mean(0).clamp(-1, 1).numpy()
+        samples = clipped(audio.mean(0).numpy())
         yield from self._chunk(samples if state.stretch is None else state.stretch.feed(samples))
 
     def _chunk(self, samples: NDArray[np.float32]) -> Iterator[Payload]:

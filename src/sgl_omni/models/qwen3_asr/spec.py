@@ -10,7 +10,8 @@ from typing import Any
 
 from sgl_omni.engine.headers import FLOATS
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.folder import check_folder, find_folder, read_json, require
+from sgl_omni.models.folder import check_folder, find_folder, read_sizes, require
+from sgl_omni.models.numbers import check_ids
 from sgl_omni.models.text_llm.generation import GenerationDefaults
 
 ARCHITECTURE = "Qwen3ASRForConditionalGeneration"
@@ -119,6 +120,7 @@ class AsrSpec:
         layout = AUTHORS if "thinker_config" in config else TRANSFORMERS
         for name in _FIELDS:
             require(config, layout.config + name, file)
+        check_ids(config, [layout.config + name for name in _FIELDS], file)
         part = config.get("thinker_config", config)
         if part.get("classify_num") or part.get("model_type") == "qwen3_forced_aligner":
             raise InvalidRequest(f"{file}: this checkpoint aligns text and does not write any", param="model_path")
@@ -158,10 +160,10 @@ def _mel(folder: Path, bins: int) -> dict[str, Any]:
     """Of ``preprocessor_config.json``, or of transformers' newer ``processor_config.json``."""
     name = "preprocessor_config.json"
     if (folder / name).is_file() or not (folder / "processor_config.json").is_file():
-        found = read_json(folder, name)
+        found = read_sizes(folder, name)
     else:
         name = "processor_config.json"
-        found = require(read_json(folder, name), "feature_extractor", folder / name)
+        found = require(read_sizes(folder, name), "feature_extractor", folder / name)
     mel = {key: found[key] for key in ("feature_size", "sampling_rate", "hop_length", "n_fft") if key in found}
     if mel.get("feature_size") != bins:
         raise InvalidRequest(

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.folder import check_folder, find_folder, read_json, require
+from sgl_omni.models.folder import check_folder, find_folder, read_json, read_sizes, require
+from sgl_omni.models.numbers import check_id, check_ids
 from sgl_omni.text.template import find_template
 
 ARCHITECTURE = "Qwen3OmniMoeForConditionalGeneration"
@@ -33,6 +34,12 @@ _FIELDS = (
     "talker_config.code_predictor_config",
     "talker_config.accept_hidden_layer",
     "talker_config.speaker_id",
+    "talker_config.codec_eos_token_id",
+    "talker_config.codec_nothink_id",
+    "talker_config.codec_think_bos_id",
+    "talker_config.codec_think_eos_id",
+    "talker_config.codec_pad_id",
+    "talker_config.codec_bos_id",
     "code2wav_config.num_quantizers",
 )
 
@@ -61,18 +68,18 @@ class VisionSpec:
     @classmethod
     def parse(cls, config: Mapping[str, Any], folder: Path) -> VisionSpec:
         """``config`` is the vision encoder's; the rest is in ``preprocessor_config.json``."""
-        images = read_json(folder, "preprocessor_config.json")
+        images = read_sizes(folder, "preprocessor_config.json")
         name = "video_preprocessor_config.json"
-        videos = read_json(folder, name) if (folder / name).is_file() else {}
+        videos = read_sizes(folder, name) if (folder / name).is_file() else {}
         return cls(
             patch=int(config["patch_size"]),
             frames=int(config.get("temporal_patch_size", 2)),
             merge=int(config.get("spatial_merge_size", 2)),
             images=_pixels(images, Pixels(least=56 * 56, most=28 * 28 * 1280)),
             videos=_pixels(videos, Pixels(least=128 * 32 * 32, most=768 * 32 * 32)),
-            mean=tuple(images.get("image_mean", (0.5, 0.5, 0.5))),
-            std=tuple(images.get("image_std", (0.5, 0.5, 0.5))),
-            scale=float(images.get("rescale_factor", 1 / 255)),
+            mean=tuple(images.get("image_mean") or (0.5, 0.5, 0.5)),
+            std=tuple(images.get("image_std") or (0.5, 0.5, 0.5)),
+            scale=float(images.get("rescale_factor") or 1 / 255),
         )
 
 
@@ -141,6 +148,13 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
         require(config, field, file)
     if not config["talker_config"]["speaker_id"]:
         raise InvalidRequest(f"{file}: talker_config.speaker_id names no voice", param="model_path")
+    check_ids(config, _FIELDS, file)
+    for name, code in config["talker_config"]["speaker_id"].items():
+        check_id(code, f"talker_config.speaker_id.{name}", file)
+    ends = _generation(folder).get("eos_token_id")
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end is not None:
+            check_id(end, "eos_token_id", folder / "generation_config.json")
     read_json(folder, "preprocessor_config.json")
     if find_template(folder) is None:
         raise InvalidRequest(

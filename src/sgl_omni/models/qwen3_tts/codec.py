@@ -143,7 +143,8 @@ class CodecDecoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, codes: Sequence[Codes], streams: Sequence[CausalStream]) -> list[Tensor]:
-        """The next codes [frames, num_codes] of as many streams -> float32 [samples] of each, -1 to 1, on the host."""
+        """The next codes [frames, num_codes] of as many streams -> float32 [samples] of each, about -1 to 1, on the
+        host."""
         pieces = Pieces(self._layout, streams, [len(each) for each in codes])
         audio = self._waveform(self._latent(codes, pieces), pieces).cpu()
         pieces.finish()
@@ -169,7 +170,7 @@ class CodecDecoder(nn.Module):
         x = first(x, pieces)
         for block in self._blocks:
             x = block(x, pieces)
-        found: Tensor = last(snake(x), pieces)[:, 0].clamp(-1, 1)
+        found: Tensor = last(snake(x), pieces)[:, 0]
         return found
 
     def _frames_behind(self) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sgl_omni.engine.shapes import Named, conv_shapes, grown_shapes, linear_shapes, mlp_shapes, norm_shapes
-from sgl_omni.models.folder import check_numbers, check_tensors, read_json, read_sizes, require
+from sgl_omni.errors import StartupError
+from sgl_omni.models.folder import check_tensors, read_sizes, require
 from sgl_omni.models.mimi_shapes import mimi_shapes
 from sgl_omni.models.qwen3_tts.facts import SPEECH_TOKENIZER
 
@@ -44,22 +45,27 @@ DECODER_FIELDS = (
 """What a ``decoder_config`` must say."""
 
 
+_ENCODER_FIELDS = ("encoder_config", "encoder_valid_num_quantizers", "input_sample_rate", "encode_downsample_rate")
+
+
 def check_decoder(folder: Path) -> None:
     """Of a checkpoint's speech tokenizer. Raises ``InvalidRequest`` that names file and tensor or field."""
     speech = folder / SPEECH_TOKENIZER
     config = read_sizes(speech)
     for field in DECODER_FIELDS:
         require(config, f"decoder_config.{field}", speech / "config.json")
-    check_numbers(config, speech / "config.json")
     check_tensors(speech, lambda: decoder_shapes(config["decoder_config"], "decoder."), parts=["decoder."])
 
 
 def check_encoders(folder: Path) -> None:
     """What clones voices: the speech tokenizer's encoder, and the speaker's. Raises as `check_decoder` does."""
     speech = folder / SPEECH_TOKENIZER
-    mimi = require(read_sizes(speech), "encoder_config", speech / "config.json")
+    config = read_sizes(speech)
+    for field in _ENCODER_FIELDS:
+        require(config, field, speech / "config.json")
+    mimi = config["encoder_config"]
     check_tensors(speech, lambda: mimi_shapes(mimi, "encoder.", decoder=False), parts=["encoder."])
-    speaker = require(read_json(folder), "speaker_encoder_config", folder / "config.json")
+    speaker = require(read_sizes(folder), "speaker_encoder_config", folder / "config.json")
     check_tensors(folder, lambda: speaker_shapes(speaker, "speaker_encoder."))
 
 
@@ -125,6 +131,10 @@ def waveform_shapes(latent: int, channels: int, ratios: Sequence[int], rates: Se
 def speaker_shapes(config: Mapping[str, Any], prefix: str) -> Named:
     """``config``: a ``speaker_encoder_config``. ``prefix`` ends with a dot."""
     said = {**SPEAKER_DEFAULTS, **config}
+    lengths = {name: len(said[name]) for name in ("enc_channels", "enc_kernel_sizes", "enc_dilations")}
+    if len({*lengths.values()}) > 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise StartupError(f"speaker_encoder_config: the lists differ in length: {told}")
     channels, kernels, scale = said["enc_channels"], said["enc_kernel_sizes"], said["enc_res2net_scale"]
     yield from conv_shapes(f"{prefix}blocks.0.conv", said["mel_dim"], channels[0], kernels[0])
     for i in range(1, len(channels) - 1):

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.folder import check_folder, find_folder, read_json, require
+from sgl_omni.models.folder import check_folder, find_folder, read_json, read_sizes, require
+from sgl_omni.models.numbers import check_id
 
 ARCHITECTURE = "Qwen3TTSForConditionalGeneration"
 SPEECH_TOKENIZER = "speech_tokenizer"
@@ -28,6 +29,12 @@ _FIELDS = (
     "talker_config.text_vocab_size",
     "talker_config.text_hidden_size",
     "talker_config.codec_eos_token_id",
+    "talker_config.codec_pad_id",
+    "talker_config.codec_bos_id",
+    "talker_config.codec_think_id",
+    "talker_config.codec_nothink_id",
+    "talker_config.codec_think_bos_id",
+    "talker_config.codec_think_eos_id",
     "talker_config.codec_language_id",
     "talker_config.code_predictor_config.hidden_size",
 )
@@ -85,14 +92,12 @@ class ModelFacts:
         if codec["decoder_config"]["num_quantizers"] != codes:
             found = codec["decoder_config"]["num_quantizers"]
             raise _wrong(folder / SPEECH_TOKENIZER, "decoder_config.num_quantizers", found, f"the talker's {codes}")
-        speakers = {name.lower(): int(code) for name, code in (talker.get("spk_id") or {}).items()}
+        for field in ("spk_id", "codec_language_id"):
+            for name, code in (talker.get(field) or {}).items():
+                check_id(code, f"talker_config.{field}.{name}", folder / "config.json", talker["vocab_size"])
+        speakers = {name.lower(): code for name, code in (talker.get("spk_id") or {}).items()}
         if kind == CUSTOM_VOICE and not speakers:
             raise _wrong(folder, "talker_config.spk_id", talker.get("spk_id"), "a voice or more")
-        size = int(require(talker, "vocab_size", folder / "config.json"))
-        for field in ("spk_id", "codec_language_id"):
-            outside = next(((n, i) for n, i in (talker.get(field) or {}).items() if not 0 <= int(i) < size), None)
-            if outside is not None:
-                raise _wrong(folder, f"talker_config.{field}.{outside[0]}", outside[1], f"an id below {size}")
         dialects = {name.lower(): value for name, value in (talker.get("spk_is_dialect") or {}).items() if value}
         if kind == BASE:
             require(config, "speaker_encoder_config", folder / "config.json")
@@ -101,7 +106,7 @@ class ModelFacts:
             kind=kind,
             speakers=speakers if kind == CUSTOM_VOICE else {},
             dialects=dialects,
-            languages={name.lower(): int(code) for name, code in talker["codec_language_id"].items()},
+            languages={name.lower(): code for name, code in talker["codec_language_id"].items()},
             takes_instructions=kind == VOICE_DESIGN or (kind == CUSTOM_VOICE and config.get("tts_model_size") != "0b6"),
             num_codes=codes,
             sample_rate=int(codec["output_sample_rate"]),
@@ -110,7 +115,7 @@ class ModelFacts:
 
     @staticmethod
     def _codec(folder: Path) -> dict[str, Any]:
-        codec = read_json(folder / SPEECH_TOKENIZER)
+        codec = read_sizes(folder / SPEECH_TOKENIZER)
         for field in _CODEC_FIELDS:
             require(codec, field, folder / SPEECH_TOKENIZER / "config.json")
         model_type = codec.get("model_type")

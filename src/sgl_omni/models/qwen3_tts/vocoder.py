@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from sgl_omni.audio.causal import CausalStream, Codes
-from sgl_omni.audio.chunk import audio_chunk
+from sgl_omni.audio.chunk import audio_chunk, clipped
 from sgl_omni.audio.gathering import Gathering
 from sgl_omni.audio.stretch import TimeStretch
 from sgl_omni.models.qwen3_tts.codec import CodecDecoder
@@ -90,7 +90,7 @@ class Vocoder(StreamStage[VocoderState]):
     def _speak(self, state: VocoderState, count: int) -> Iterator[Payload]:
         codes, state.waiting = state.waiting[:count], state.waiting[count:]
         state.spoken += count
-        audio = self._decode(_Piece(codes, state.stream, spoken=True))
+        audio = clipped(self._decode(_Piece(codes, state.stream, spoken=True)))
         yield from self._chunk(state.stretch.feed(audio) if state.stretch else audio)
 
     def _decode_all(self, pieces: list[_Piece]) -> list[Samples]:

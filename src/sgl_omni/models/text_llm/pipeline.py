@@ -76,6 +76,6 @@ class TextLLMPipelineConfig(PipelineConfig):
                 f"{folder / 'config.json'} has a quantization_config; this engine takes bfloat16, float16 and float32",
                 param="model_path",
             )
-        check_tensors(folder, lambda: causal_shapes(DecoderConfig.parse(config), "model.", "lm_head"))
         GenerationDefaults.load(folder)
+        check_tensors(folder, lambda: causal_shapes(DecoderConfig.parse(config), "model.", "lm_head"))
         return Tasks(chat=ChatTask(text_output="decode", completes_text=True))

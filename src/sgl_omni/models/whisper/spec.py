@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest, StartupError
-from sgl_omni.models.folder import check_folder, check_tensors, find_folder, read_json
+from sgl_omni.models.folder import check_folder, check_tensors, find_folder, read_json, read_sizes, require
+from sgl_omni.models.numbers import check_id
 from sgl_omni.models.whisper.shapes import tensor_shapes
 
 ARCHITECTURE = "WhisperForConditionalGeneration"
@@ -17,7 +18,15 @@ SAMPLE_RATE = 16_000
 
 _WIDTHS = ("d_model", "vocab_size", "decoder_layers", "decoder_attention_heads", "decoder_ffn_dim")
 _LENGTHS = ("max_source_positions", "max_target_positions", "num_mel_bins")
-FIELDS = (*_WIDTHS, *_LENGTHS, "encoder_layers", "eos_token_id", "decoder_start_token_id")
+_OF_MANY: Mapping[str, type] = {
+    "lang_to_id": dict,
+    "task_to_id": dict,
+    "suppress_tokens": list,
+    "begin_suppress_tokens": list,
+}
+_GENERATION_IDS = ("no_timestamps_token_id", "prev_sot_token_id", *_OF_MANY)
+_NOWHERE = Path()
+FIELDS = (*_WIDTHS, *_LENGTHS, "encoder_layers", "encoder_ffn_dim", "eos_token_id", "decoder_start_token_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,32 +59,38 @@ class WhisperSpec:
     @classmethod
     def load(cls, folder: Path) -> WhisperSpec:
         """Raises ``InvalidRequest`` or ``StartupError`` that names file and field."""
-        preprocessor = read_json(folder, "preprocessor_config.json")
+        preprocessor = read_sizes(folder, "preprocessor_config.json")
         seconds = preprocessor.get("chunk_length", 30)
-        return cls.parse(read_json(folder), read_json(folder, "generation_config.json"), seconds)
+        return cls.parse(read_json(folder), read_json(folder, "generation_config.json"), seconds, folder)
 
     @classmethod
-    def parse(cls, config: Mapping[str, Any], generation: Mapping[str, Any], seconds: float = 30) -> WhisperSpec:
-        """Reads ``config.json`` and ``generation_config.json``; ``seconds`` of audio make up a window.
+    def parse(
+        cls, config: Mapping[str, Any], generation: Mapping[str, Any], seconds: float = 30, folder: Path = _NOWHERE
+    ) -> WhisperSpec:
+        """Reads ``config.json`` and ``generation_config.json`` of ``folder``; ``seconds`` of audio make up a window.
 
-        Raises ``StartupError`` for what is not Whisper, or lacks a token that transcription needs.
+        Raises ``StartupError`` for what is not Whisper, or lacks a token that transcription needs, and
+        ``InvalidRequest`` for ids that its vocabulary has not.
         """
+        file = folder / "generation_config.json"
         if config.get("model_type") != "whisper":
-            raise StartupError(f"model type {config.get('model_type')!r} is not whisper")
+            raise StartupError(f"{folder / 'config.json'}: model type {config.get('model_type')!r} is not whisper")
         if config.get("activation_function", "gelu") != "gelu":
-            raise StartupError(f"activation {config['activation_function']!r} is not supported; the decoder has gelu")
+            raise StartupError(
+                f"{folder / 'config.json'}: activation_function {config['activation_function']!r} is not supported; "
+                "the decoder has gelu"
+            )
+        _check_ids(config, ("eos_token_id", "decoder_start_token_id"), folder / "config.json", config["vocab_size"])
+        _check_ids(generation, _GENERATION_IDS, file, config["vocab_size"])
         no_timestamps = generation.get("no_timestamps_token_id")
         if no_timestamps is None:
-            raise StartupError(
-                "generation_config.json lacks the field no_timestamps_token_id; take the model's own file"
-            )
+            raise StartupError(f"{file} lacks the field no_timestamps_token_id; take the model's own file")
         multilingual = generation.get("is_multilingual", bool(generation.get("lang_to_id")))
         if multilingual and not (generation.get("lang_to_id") and generation.get("task_to_id")):
             raise StartupError(
-                "generation_config.json lacks the fields lang_to_id and task_to_id of a multilingual model; "
-                "take the model's own file"
+                f"{file} lacks the fields lang_to_id and task_to_id of a multilingual model; take the model's own file"
             )
-        spec = cls(
+        return cls(
             width=config["d_model"],
             num_layers=config["decoder_layers"],
             num_heads=config["decoder_attention_heads"],
@@ -91,21 +106,10 @@ class WhisperSpec:
             time_step=seconds / config["max_source_positions"],
             max_initial_timestamp=generation.get("max_initial_timestamp_index"),
             languages=_languages(generation["lang_to_id"]) if multilingual else {},
-            tasks={name: generation["task_to_id"][name] for name in TASKS} if multilingual else {},
+            tasks={name: require(generation, f"task_to_id.{name}", file) for name in TASKS} if multilingual else {},
             suppressed=tuple(generation.get("suppress_tokens") or ()),
             suppressed_first=tuple(generation.get("begin_suppress_tokens") or ()),
         )
-        spec._check_ids()
-        return spec
-
-    def _check_ids(self) -> None:
-        named = (self.eos_id, self.start_id, self.no_timestamps_id, self.previous_id)
-        ids = (*named, *self.languages.values(), *self.tasks.values(), *self.suppressed, *self.suppressed_first)
-        wrong = [i for i in ids if not 0 <= i < self.vocab_size]
-        if wrong:
-            raise StartupError(
-                f"generation_config.json names id {wrong[0]}; the model's vocabulary has {self.vocab_size}"
-            )
 
     @property
     def timestamp_begin(self) -> int:
@@ -132,13 +136,28 @@ def resolve_folder(model_path: str) -> Path:
     folder = find_folder(model_path)
     config = check_folder(folder, (ARCHITECTURE,), fields=FIELDS)
     for name in ("generation_config.json", "preprocessor_config.json"):
-        read_json(folder, name)
+        read_sizes(folder, name)
     try:
         WhisperSpec.load(folder)
     except StartupError as error:
-        raise InvalidRequest(f"{folder}: {error}", param="model_path") from error
+        raise InvalidRequest(str(error), param="model_path") from error
     check_tensors(folder, lambda: tensor_shapes(config))
     return folder
+
+
+def _check_ids(config: Mapping[str, Any], fields: Sequence[str], file: Path, size: int) -> None:
+    """Ids, lists of them and ids by name; null is none."""
+    for name in fields:
+        found, kind = config.get(name), _OF_MANY.get(name, int)
+        if found is None:
+            continue
+        if kind is int:
+            check_id(found, name, file, size)
+            continue
+        if not isinstance(found, kind):
+            raise InvalidRequest(f"{file}: {name} is {found!r}, no ids", param="model_path")
+        for key, value in found.items() if kind is dict else enumerate(found):
+            check_id(value, f"{name}.{key}", file, size)
 
 
 def _languages(ids: Mapping[str, int]) -> dict[str, int]:
