@@ -211,9 +211,8 @@ class AutoregressiveEngine:
             self._leave_source(request)
 
     def step(self) -> Sequence[EngineOutput]:
-        if self._ahead is None:
-            return self._take(self._step(self._runner))
-        rows, due = self._step_ahead(self._ahead)
+        rows, due = self._step(self._runner) if self._ahead is None else self._step_ahead(self._ahead)
+        self._task.running = len(self._scheduler.running)
         outputs = self._take(rows) if rows else []
         handed = [self._output(request, ended=False) for request in due]
         return outputs + [output for output in handed if output is not None]
@@ -225,11 +224,11 @@ class AutoregressiveEngine:
         outputs = [self._output(request, ended) for request, ended in self._task.take_all(rows)]
         return failed + [output for output in outputs if output is not None]
 
-    def _step(self, runner: Runner) -> list[tuple[Request, list[int]]]:
+    def _step(self, runner: Runner) -> tuple[Sequence[tuple[Request, list[int]]], Sequence[Request]]:
         chunks = self._scheduler.schedule()
         rows = runner.run(chunks)
         self._scheduler.complete(chunks)
-        return [(chunk.request, row) for chunk, row in zip(chunks, rows, strict=True) if row is not None]
+        return [(chunk.request, row) for chunk, row in zip(chunks, rows, strict=True) if row is not None], ()
 
     def _step_ahead(self, runner: AheadRunner) -> tuple[Sequence[tuple[Request, list[int]]], Sequence[Request]]:
         """Launches the next step, then reads the one before, while the device goes on.

@@ -20,8 +20,8 @@ from sgl_omni.engine.output_rows import OutputRows
 from sgl_omni.errors import InvalidRequest, NotFinite
 
 LARGEST = 2**31 - 1
-LOST = -1
-"""In all columns of a row that was to be chosen from logits which are not finite."""
+LOST = -2
+"""In all columns of a row that was to be chosen from logits which are not finite; no model has such an id."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,9 @@ class Task(ABC):
 
     end_columns: slice = slice(1)
 
+    running: int = 1
+    """Requests that run in this step; the engine says it."""
+
     @abstractmethod
     def parse(self, request_id: str, payload: Payload) -> Request:
         """Raises ``InvalidRequest`` for input that this model can never serve."""

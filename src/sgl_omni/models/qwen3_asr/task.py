@@ -60,7 +60,6 @@ class AsrTask(Task):
             (pool_tokens + 1, "the KV pool holds"),
             (max_positions + 1 if max_positions else pool_tokens + 1, "the model attends over"),
         )
-        self._together = 1
 
     def parse(self, request_id: str, payload: Payload) -> Request:
         windows = list(payload.get("windows") or ())
@@ -112,10 +111,6 @@ class AsrTask(Task):
             segments.append(Segment(prompt, min(room, _OUTPUTS_PER_ROW * len(own) + _OUTPUTS_BESIDE)))
         return segments
 
-    def take_all(self, rows: Sequence[tuple[Request, list[int]]]) -> list[tuple[Request, bool]]:
-        self._together = len(rows)
-        return super().take_all(rows)
-
     def take(self, request: Request, row: list[int]) -> bool:
         transcript: Transcript = request.task
         if transcript.ended:
@@ -149,7 +144,7 @@ class AsrTask(Task):
         transcript: Transcript = request.task
         new = [row[0] for row in request.outputs[request.sent :]]
         request.sent = len(request.outputs)
-        request.due = request.sent + tokens_at_once(self._together)
+        request.due = request.sent + tokens_at_once(self.running)
         if transcript.has_end:
             new.pop()
         if not new and not transcript.ended:

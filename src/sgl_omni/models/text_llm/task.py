@@ -64,7 +64,6 @@ class TextTask(Task):
         self._inputs = inputs
         self._tokenizer = tokenizer
         self.end_ids = frozenset(eos_ids)
-        self._together = 1
         # The last output is never run, so it takes neither a position nor room in the pool.
         self._limits = [(pool_tokens + 1, "the KV pool holds")]
         if max_positions is not None:
@@ -106,10 +105,6 @@ class TextTask(Task):
             )
         return asked
 
-    def take_all(self, rows: Sequence[tuple[Request, list[int]]]) -> list[tuple[Request, bool]]:
-        self._together = len(rows)
-        return super().take_all(rows)
-
     def take(self, request: Request, row: list[int]) -> bool:
         request.outputs.append(row)
         answer: _Answer = request.task
@@ -134,7 +129,7 @@ class TextTask(Task):
         first = request.sent == 0
         new = [row[0] for row in request.outputs[request.sent :]]
         request.sent = len(request.outputs)
-        request.due = request.sent + tokens_at_once(self._together)
+        request.due = request.sent + tokens_at_once(self.running)
         if answer.has_end_id:
             new.pop()
         if not new:
