@@ -3,18 +3,18 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 STAMP := .venv/.installed
-# A test of real processes misses its times where the machine stalls, so it has a second try; the summary lists it.
-AGAIN := --reruns 1 -rR
+# A test of real processes misses its times where the machine stalls, so it is tried again; the summary lists it.
+AGAIN := --reruns 2 -rR
 
 .PHONY: demo test check format clean
 
 demo: $(STAMP)
 	$(BIN)/sgl-omni demo --out hello.wav
 
-# Unit tests; a GPU's path by Triton's interpreter; then those that start real pipelines: two at a time, but for those that have times to keep.
+# Unit tests; a GPU's path by Triton's interpreter; then those that start real pipelines: two at a time, but for those that count what a machine does.
 test: $(STAMP)-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n 2 --dist loadfile
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted -n 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration -n 2 --dist loadfile $(AGAIN) -m "not gpu and not alone"
 	$(BIN)/python -m pytest tests/integration $(AGAIN) -m "not gpu and alone"
 

@@ -16,17 +16,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import tiny_csm
-import tiny_higgs
-import tiny_ming
-import tiny_moss
-import tiny_qwen3_asr
-import tiny_qwen3_omni
-import tiny_qwen3_tts
-import tiny_text_llm
-import tiny_whisper
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import BUILDERS
 from torch import Tensor
 
 from sgl_omni.engine import checkpoint
@@ -40,7 +32,6 @@ from sgl_omni.errors import InvalidRequest
 from sgl_omni.models import folder as models_folder
 from sgl_omni.models.csm import spec as csm
 from sgl_omni.models.csm.model import CsmModel
-from sgl_omni.models.demo_voice.spec import PACKAGED_WEIGHTS
 from sgl_omni.models.higgs_audio_v2 import spec as higgs2
 from sgl_omni.models.higgs_audio_v2.codec_decoder import dac_decoder
 from sgl_omni.models.higgs_audio_v2.codec_encoder import CodecEncoder as HiggsCodecEncoder
@@ -67,22 +58,6 @@ from sgl_omni.models.whisper.shapes import tensor_shapes
 from sgl_omni.models.whisper.spec import WhisperSpec
 from sgl_omni.runtime.wiring import load_object
 
-BUILDERS: dict[str, Callable[[Path], Any]] = {
-    "csm": lambda folder: tiny_csm.build(folder, 8),
-    "demo_voice": lambda folder: shutil.copytree(PACKAGED_WEIGHTS, folder, dirs_exist_ok=True),
-    "higgs_v2": tiny_higgs.save_v2,
-    "higgs_v3": tiny_higgs.save_v3,
-    "ming": tiny_ming.build,
-    "ming_experts": lambda folder: tiny_ming.build(folder, experts=True),
-    "moss": tiny_moss.build,
-    "qwen3_asr": tiny_qwen3_asr.build,
-    "qwen3_asr_new": lambda folder: tiny_qwen3_asr.build(folder, authors=False),
-    "qwen3_omni": lambda folder: (tiny_qwen3_omni.build(folder), tiny_qwen3_omni.write_processors(folder)),
-    "qwen3_tts": lambda folder: tiny_qwen3_tts.build(folder, "base"),
-    "text_llm": tiny_text_llm.build,
-    "text_llm_moe": lambda folder: tiny_text_llm.build(folder, "Qwen3Moe"),
-    "whisper": tiny_whisper.build,
-}
 ENGINE = {
     "csm": "backbone_model.layers.1.mlp.up_proj.weight",
     "demo_voice": "model.layers.1.mlp.up_proj.weight",

@@ -13,7 +13,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from test_broken_checkpoints import BUILDERS
+from benchmarks.real_size import CONFIGS as REAL_SIZES
+from tiny_checkpoints import BUILDERS
 
 from sgl_omni.engine.headers import read_headers
 from sgl_omni.errors import InvalidRequest, StartupError
@@ -23,7 +24,7 @@ from sgl_omni.models.registry import PipelineRegistry, tasks_of
 
 ABSENT = object()
 VALUES = (0, -1, "x", None, 1e30, [], ABSENT)
-CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
+FILES = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 Place = tuple[str | int, ...]
 
 
@@ -103,7 +104,7 @@ def test_whatever_stands_in_place_of_a_number_is_told_by_file_and_field(
     family: str, built: Callable[[str], Path]
 ) -> None:
     folder = built(family)
-    files = sorted(file for file in folder.rglob("*.json") if file.name in CONFIGS)
+    files = sorted(file for file in folder.rglob("*.json") if file.name in FILES)
     tried, refused, unnamed = 0, 0, []
     for file in files:
         text = file.read_text()
@@ -179,6 +180,12 @@ def test_the_first_number_that_cannot_be_is_named(config: dict[str, Any], said: 
     with pytest.raises(InvalidRequest) as caught:
         check_numbers(config, Path("/m/config.json"))
     assert str(caught.value).startswith(f"/m/config.json: {said}")
+
+
+@pytest.mark.parametrize("family", REAL_SIZES)
+def test_what_published_checkpoints_say_passes(family: str) -> None:
+    for path, config in REAL_SIZES[family](None, False).items():
+        check_numbers(config, Path(path))
 
 
 def test_what_may_be_null_empty_or_unknown_passes() -> None:
