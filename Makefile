@@ -11,7 +11,7 @@ AGAIN := --reruns 2 -rR
 demo: $(STAMP)
 	$(BIN)/sgl-omni demo --out hello.wav
 
-# Unit tests; a GPU's path by Triton's interpreter; then those that start real pipelines: two at a time, but for those that count what a machine does.
+# Unit tests; a GPU's path by Triton's interpreter; then those that start real pipelines: two at a time, but for those marked `alone`.
 test: $(STAMP)-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n 2 --dist loadfile
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted -n 2

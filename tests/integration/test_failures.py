@@ -212,6 +212,7 @@ async def test_a_child_that_dies_while_the_server_drains_makes_it_a_failure(tmp_
         server.assert_nothing_left()
 
 
+@pytest.mark.alone
 async def test_sigterm_under_load_ends_within_the_drain_timeout(tmp_path: Path) -> None:
     with serving(*DEMO, "--drain-timeout", "1", run_folder=tmp_path) as server:
         tasks = await load(server, 12)
@@ -223,6 +224,7 @@ async def test_sigterm_under_load_ends_within_the_drain_timeout(tmp_path: Path) 
         assert all(status != 200 for status, _, _ in await asyncio.gather(*tasks))
 
 
+@pytest.mark.alone
 async def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     with serving(*DEMO, run_folder=tmp_path) as server:
         tasks = await load(server, 12)
@@ -236,6 +238,7 @@ async def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         await asyncio.gather(*tasks)
 
 
+@pytest.mark.alone
 def test_idle_stop_is_quick_and_idle_costs_nothing(tmp_path: Path) -> None:
     with serving(*DEMO, run_folder=tmp_path) as server:
         members = [*server.members, psutil.Process(server.process.pid)]

@@ -133,6 +133,11 @@ def test_a_request_whose_logits_are_no_numbers_fails_and_its_neighbours_go_on(ba
     ]
     assert [(each.request_id, each.result) for each in outputs if each.result is not None] == [("good", expected)]
     assert engine.stats()["kv_used_tokens"] == 0
+    engine.add("bad", {"prompt_ids": [1, 2, 5] * 19, "max_new_tokens": 4})
+    assert run(engine) == {}
+    for name in ("on pages", "that it had"):
+        engine.add(name, prompt)
+    assert [result for _, result in run(engine).values()] == [expected, expected]
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import soundfile
 import torch
 
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
-from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.errors import InvalidRequest, NotFinite, StartupError
 from sgl_omni.models.ming_omni_tts.model import MingModel
 from sgl_omni.models.ming_omni_tts.speaker import KaldiFeatures, SpeakerEncoder
 from sgl_omni.models.ming_omni_tts.stages import create_preprocessing, create_reference_encoder
@@ -127,6 +129,20 @@ def test_damaged_and_other_files_are_told_by_name_at_start(onnx_file: Path, tiny
             SpeakerEncoder.load(onnx_file, 1)
         assert "\n" not in str(caught.value), name
     assert "it makes 100 numbers, not 192" in str(caught.value)
+    plain.outer[3, 5] = math.nan
+    plain.save(onnx_file)
+    with pytest.raises(StartupError, match=r"campplus\.onnx is damaged: it makes numbers that are not finite"):
+        SpeakerEncoder.load(onnx_file, 1)
+
+
+def test_a_model_that_makes_no_numbers_of_a_long_recording_is_not_the_callers_fault(onnx_file: Path) -> None:
+    encoder = SpeakerEncoder.load(onnx_file, 1)
+    endless = types.SimpleNamespace(run=lambda *_: [np.full((1, 192), np.inf, np.float32)])
+    encoder._session = endless
+    with pytest.raises(NotFinite, match="the numbers of the reference's speaker are not all finite"):
+        encoder.vector(voice(3.0))
+    with pytest.raises(InvalidRequest, match=r"lasts 0\.500 s, too short"):
+        encoder.vector(voice(0.5))
 
 
 def test_the_prompt_holds_vector_and_latents_and_without_text_the_vector_alone(tiny: Tiny) -> None:

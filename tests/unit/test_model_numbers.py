@@ -173,6 +173,8 @@ def test_no_rate_stride_or_width_of_a_codec_is_taken_as_it_comes(
         ({"sampling_rate": None}, "sampling_rate is null, no number"),
         ({"codec_config": {"compress": None}}, "codec_config.compress is null, no number"),
         ({"talker_top_k": -2}, "talker_top_k is -2, no whole number of -1 or more"),
+        ({"top_p": 0}, "top_p is 0, no number above 0 and at most 1"),
+        ({"subtalker_top_p": 7.0}, "subtalker_top_p is 7.0, more than 1"),
         ({"n_vq": 5000}, "n_vq is 5000, more than 4096"),
     ],
 )
@@ -188,8 +190,25 @@ def test_what_published_checkpoints_say_passes(family: str) -> None:
         check_numbers(config, Path(path))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Qwen3Config", "Qwen3MoeConfig", "Qwen2Config", "LlamaConfig", "MistralConfig", "Qwen3OmniMoeConfig"),
+        *("WhisperConfig", "CsmConfig", "MimiConfig", "DacConfig", "HubertConfig", "HiggsAudioV2Config"),
+        *("HiggsAudioV2TokenizerConfig", "GenerationConfig"),
+    ],
+)
+def test_what_transformers_writes_by_default_passes(name: str) -> None:
+    import transformers
+
+    config = json.loads(getattr(transformers, name)().to_json_string(use_diff=False))
+    assert len(config) > 10
+    check_numbers(config, Path("config.json"))
+
+
 def test_what_may_be_null_empty_or_unknown_passes() -> None:
-    config = {"head_dim": None, "sliding_window": None, "codec_config": {"frame_rate": None}, "compress": None}
+    codec = {"frame_rate": None, "temperature": None, "top_k": None}
+    config = {"head_dim": None, "sliding_window": None, "codec_config": codec, "compress": None, "max_length": 0}
     others = {"mlp_only_layers": [], "deepstack_visual_indexes": [], "top_k": -1, "anything": -5, "x": [[], "y"]}
     check_numbers({**config, **others, "audio_tokenizer_config": {"patch_size": -1}}, Path("config.json"))
 

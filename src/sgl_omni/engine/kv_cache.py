@@ -66,7 +66,8 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.peak = 0
-        """Most pages that were in use at once so far."""
+        """Most pages that were in use at once so far, as of the last ``allocate``: known pages that were taken for a
+        request which then found no room for its others do not count."""
 
     @property
     def capacity(self) -> int:
@@ -127,7 +128,6 @@ class PagePool:
             self._cached.pop(page, None)
             self._users[page] += 1
             pages.append(page)
-        self.peak = max(self.peak, self.used)
         return pages
 
     def _evict(self) -> int:

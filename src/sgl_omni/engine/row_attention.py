@@ -51,9 +51,14 @@ class TorchRowAttention:
         self._cache.write(layer, layout.slots, k, v)
         used = int(layout.positions.max()) // page_size + 1
         pages = layout.tables[layout.rows, :used].to(torch.int64)
-        keys, values = (part[pages].flatten(1, 2).transpose(1, 2) for part in self._cache.layer(layer))
-        distance = layout.positions[:, None] - torch.arange(keys.shape[2], device=q.device)
-        seen = (distance >= 0) & (distance < (window or keys.shape[2]))
+        length = used * page_size
+        distance = layout.positions[:, None] - torch.arange(length, device=q.device)
+        seen = (distance >= 0) & (distance < (window or length))
+        # What others left on the pages may be NaN, which a weight of 0 does not take away.
+        unseen = ~seen[:, None, :, None]
+        keys, values = (
+            part[pages].flatten(1, 2).transpose(1, 2).masked_fill(unseen, 0) for part in self._cache.layer(layer)
+        )
         attended = F.scaled_dot_product_attention(
             q[:, :, None], keys, values, seen[:, None, None], enable_gqa=keys.shape[1] != q.shape[1]
         )

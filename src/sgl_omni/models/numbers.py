@@ -40,6 +40,7 @@ _SIZE = _Kind("whole number above 0")
 _COUNT = _Kind("whole number of 0 or more", 0)
 _REAL = _Kind("number above 0", 0, whole=False, above=True)
 _SHARE = _Kind("number of 0 or more", 0, whole=False)
+_PART = _Kind("number above 0 and at most 1", 0, 1, whole=False, above=True)
 _TOP_K = _Kind("whole number of -1 or more", -1)
 
 _ONE: dict[str, _Kind] = {
@@ -76,7 +77,7 @@ _ONE: dict[str, _Kind] = {
             *("samples_per_frame", "code_blocks"),
             # what makes frames of samples, and patches of pictures
             *("feature_size", "hop_size", "hop_length", "n_fft", "chunk_length", "min_pixels", "max_pixels"),
-            *("shortest_edge", "longest_edge", "max_new_tokens", "max_length"),
+            *("shortest_edge", "longest_edge", "max_new_tokens"),
         ),
         _SIZE,
     ),
@@ -98,7 +99,8 @@ _ONE: dict[str, _Kind] = {
         ),
         _REAL,
     ),
-    **dict.fromkeys(("temperature", "top_p"), _SHARE),
+    "temperature": _SHARE,
+    "top_p": _PART,
     "top_k": _TOP_K,
     "audio_tokenizer_config.patch_size": _Kind("whole number above 0, or -1 for none", -1),
 }
@@ -118,7 +120,7 @@ _SEVERAL: dict[str, _Kind] = {
     "image_mean": _SHARE,
 }
 _MAY_BE_EMPTY = frozenset({"deepstack_visual_indexes", "mlp_only_layers"})
-_SAMPLING = re.compile(r"(?:^|_)(temperature|top_k|top_p|repetition_penalty|max_new_tokens|max_length)$")
+_SAMPLING = re.compile(r"(?:^|_)(temperature|top_k|top_p|repetition_penalty|max_new_tokens)$")
 _ID = re.compile(r"(^|_)id$")
 
 _NEEDED = frozenset(
@@ -183,7 +185,7 @@ def check_id(value: Any, field: str, file: Path, size: int | None = None) -> Non
 
 def _needs_number(name: str, around: str) -> bool:
     if around in _NOT_NULL_WITHIN and (name in _ONE or name in _SEVERAL):
-        return name not in _NULL_EVEN_THERE
+        return name not in _NULL_EVEN_THERE and not _SAMPLING.search(name)
     return name in _NEEDED or f"{around}.{name}" in _NEEDED
 
 

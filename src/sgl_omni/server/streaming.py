@@ -94,11 +94,12 @@ class PipelineResponse(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def _break_off(self, error: OmniError, send: Send) -> None:
-        """Returning without the last body message makes the server close the connection."""
-        broken_off.set(True)
+        """Without last words: to return without the last body message makes the server close the connection."""
         logger.warning("request %s broke off: %s: %s", self._handle.id, type(error).__name__, describe(error))
         if self._last_words:
             await send({"type": "http.response.body", "body": self._last_words(error), "more_body": False})
+        else:
+            broken_off.set(True)
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.errors import InvalidRequest, NotFinite, StartupError
 from sgl_omni.models.ming_omni_tts.spec import SPEAKER_RATE, SPEAKER_SIZE
 
 _BANDS = 80
@@ -67,8 +67,12 @@ class SpeakerEncoder:
 
     @classmethod
     def load(cls, file: Path, num_threads: int) -> SpeakerEncoder:
-        """Raises ``StartupError`` that names the file where it is damaged or no model of this kind."""
-        import onnxruntime
+        """Raises ``StartupError`` that names the file where it is damaged or no model of this kind, or where
+        onnxruntime is here and cannot be imported."""
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise StartupError(f"{file} needs onnxruntime, which is here and cannot be imported: {error}") from error
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
@@ -82,10 +86,13 @@ class SpeakerEncoder:
             raise StartupError(f"{file} is no model of speakers: {' '.join(str(error).split())}") from error
         if found.shape != (SPEAKER_SIZE,):
             raise StartupError(f"{file} is no model of speakers: it makes {found.size} numbers, not {SPEAKER_SIZE}")
+        if not np.isfinite(found).all():
+            raise StartupError(f"{file} is damaged: it makes numbers that are not finite")
         return encoder
 
     def vector(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        """float32 [samples] at 16 kHz -> [192]. Raises ``InvalidRequest`` for a recording too short to tell."""
+        """float32 [samples] at 16 kHz -> [192]. Raises ``InvalidRequest`` for a recording too short to tell a voice by,
+        and ``NotFinite`` where a longer one makes no numbers."""
         key = hashlib.blake2b(samples, digest_size=16).digest()
         if key not in self._kept:
             self._kept[key] = self._encode(samples)
@@ -95,10 +102,11 @@ class SpeakerEncoder:
         return self._kept[key]
 
     def _encode(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        if len(samples) >= _FRAME:
-            found = self._run(self._features(torch.as_tensor(samples)))
-            if np.isfinite(found).all():
-                return found
+        found = self._run(self._features(torch.as_tensor(samples))) if len(samples) >= _FRAME else None
+        if found is not None and np.isfinite(found).all():
+            return found
+        if found is not None and len(samples) >= _FRAME + _TRIAL_FRAMES * _HOP:
+            raise NotFinite("the numbers of the reference's speaker are")
         raise InvalidRequest(
             f"the reference lasts {len(samples) / SPEAKER_RATE:.3f} s, too short to tell a voice by", "references"
         )
