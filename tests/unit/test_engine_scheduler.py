@@ -219,6 +219,7 @@ def test_nothing_is_lost_or_leaked_and_every_output_equals_its_solo_run(
         fixed_chunks=fixed,
         reuse_prefixes=reuse,
         rows_ahead=ahead,
+        free_rows_ahead=3 * ahead,
     )
     expected: dict[str, list[int]] = {}
     aborted: set[str] = set()
@@ -245,7 +246,7 @@ def test_nothing_is_lost_or_leaked_and_every_output_equals_its_solo_run(
 @pytest.mark.parametrize("ahead", [0, 8])
 def test_ten_thousand_requests_with_aborts_at_a_pool_of_three(ahead: int) -> None:
     rng = random.Random(4)
-    bench = Bench(pages=3 * 20, page_size=2, max_running_requests=16, prefill_tokens=24, rows_ahead=ahead)
+    bench = Bench(pages=3 * 20, page_size=2, max_running_requests=16, prefill_tokens=24, rows_ahead=ahead, free_rows_ahead=32)
     waiting: dict[str, list[int]] = {}
     aborted: list[str] = []
     added = finished = 0
@@ -480,3 +481,23 @@ def test_steps_that_change_nothing_are_repeated_without_a_look_at_the_pool() -> 
     assert bench.results["a"] == expected
     assert isinstance(bench.runner, AheadStandIn)
     assert bench.runner.repeats >= len(expected) - 4
+
+
+def test_pages_far_ahead_are_half_of_those_that_hold_nothing() -> None:
+    pool = PagePool(40, 2)
+    scheduler = Scheduler(pool, Limits(rows_ahead=4, free_rows_ahead=100))
+    known = Request("known", Prompt(torch.arange(20)[:, None]), max_outputs=1)
+    scheduler.add(known)
+    scheduler.complete(scheduler.schedule())
+    scheduler.remove(known)
+    assert (pool.used, pool.cached) == (0, 10)
+    requests = [Request(str(i), Prompt(torch.tensor([[30 + i]])), max_outputs=60) for i in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.schedule()
+    assert [len(request.pages) for request in requests] == [8, 8], "1 row and 14 of 28 pages for both"
+    assert pool.cached == 10
+    scheduler.remove(requests[1])
+    scheduler.add(short := Request("short", Prompt(torch.tensor([[40]])), max_outputs=6))
+    scheduler.schedule()
+    assert len(short.pages) == 3, "no more than it can need, though more is free"

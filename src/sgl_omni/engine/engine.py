@@ -22,6 +22,7 @@ from sgl_omni.engine.task import Task
 from sgl_omni.errors import InvalidRequest, NotFinite, StartupError
 
 _ROWS_AHEAD = 48
+_FREE_ROWS_AHEAD = 256
 _MIXED_GRAPH_ROWS = 512
 """Beyond that a step is long enough to be launched kernel by kernel."""
 
@@ -91,6 +92,7 @@ class EngineSettings:
             reuse_prefixes=self.reuse_prefixes and not invariant,
             step_rows=step_rows,
             rows_ahead=_ROWS_AHEAD if ahead else 0,
+            free_rows_ahead=_FREE_ROWS_AHEAD if ahead else 0,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ from sgl_omni.engine.request import LOST, Request
 from sgl_omni.engine.runner import LaunchedStep
 from sgl_omni.engine.task import Task
 
-_STEPS = 64
+_STEPS = 256
 """Steps whose rows are kept at most."""
 
 
@@ -34,7 +34,9 @@ class QuietRows:
         # Whose row of a step has to be taken, and who then has something to hand on, by how many are kept before it.
         self._to_take: dict[int, set[int]] = {}
         self._to_hand_on: dict[int, set[int]] = {}
-        self._again: Sequence[int] = ()  # who has to be looked at anew, as something came of the last step
+        self._limits: list[int] = []  # by how many are kept before the row of each that has to be taken
+        self._again: Iterable[int] = ()  # who has to be looked at anew, as a row of the last step was taken
+        self._handed: Iterable[int] = ()  # who had something to hand on of the last step, and so has another due
         self.handed_out = 0
 
     def take(self, step: LaunchedStep) -> tuple[Sequence[tuple[Request, list[int]]], Sequence[Request]]:
@@ -50,22 +52,22 @@ class QuietRows:
             self._begin(step.owners)
         for i in self._again:
             self._look_at(i)
+        for i in self._handed:
+            self._await(i)
         rows = step.rows()
         if len(rows) > self._kept.shape[1]:  # the owners' first
             self._kept = np.empty((_STEPS, *rows.shape), np.int64)
         at = self._count
         self._kept[at, : len(rows)] = rows
         self._count = at + 1
-        to_take, to_hand_on = self._to_take.pop(at, set()), self._to_hand_on.pop(at, set())
-        self._find_ends(rows, to_take)
-        to_hand_on -= to_take
-        self._again = [*to_take, *to_hand_on]
+        self._again = to_take = self._to_take.pop(at, set()) | self._ends(rows)
+        self._handed = to_hand_on = self._to_hand_on.pop(at, set()) - to_take
         return self._take(rows, to_take) if to_take else (), self._hand_on(to_hand_on) if to_hand_on else ()
 
     def hand_out(self) -> None:
         """Gives all that was kept to its requests, but for those that have ended since."""
         self._give_all()
-        self._owners, self._again = [], ()
+        self._owners, self._again, self._handed = [], (), ()
         self._count = 0
 
     def _begin(self, owners: Sequence[tuple[Request, int]]) -> None:
@@ -73,26 +75,35 @@ class QuietRows:
         self._is_read_whole = any(request.hidden is not None for request, _ in owners)  # these belong to their step
         self._count = 0
         self._given = [0] * len(owners)
+        self._limits = [0] * len(owners)
         self._to_take, self._to_hand_on = {}, {}
-        self._again = range(len(owners))
+        self._again, self._handed = range(len(owners)), ()
 
     def _look_at(self, i: int) -> None:
         request, sequence = self._owners[i]
+        if request.sequence == sequence:
+            self._limits[i] = self._count + max(0, self._task.quiet_rows(request))
+            self._await(i)
+
+    def _await(self, i: int) -> None:
+        request, sequence = self._owners[i]
         if request.sequence != sequence:
             return
-        quiet, due = self._task.quiet_rows(request), max(0, request.due - len(request.outputs) - 1)
-        if quiet > due:
-            self._to_hand_on.setdefault(self._count + due, set()).add(i)
+        limit, due = self._limits[i], self._count + max(0, request.due - len(request.outputs) - 1)
+        if due < limit:
+            self._to_hand_on.setdefault(due, set()).add(i)
         else:
-            self._to_take.setdefault(self._count + max(0, quiet), set()).add(i)
+            self._to_take.setdefault(limit, set()).add(i)
 
-    def _find_ends(self, rows: npt.NDArray[np.int64], found: set[int]) -> None:
+    def _ends(self, rows: npt.NDArray[np.int64]) -> set[int]:
         """Whose rows hold an end id. It is looked for among bytes first: hardly any step has one."""
         some = rows[:, self._task.end_columns]
         data = some.tobytes()
-        if any(mark in data for mark in self._end_marks):
-            ids: list[int] = some.ravel().tolist()
-            found.update(at // some.shape[1] for at, each in enumerate(ids) if each in self._end_ids)
+        for mark in self._end_marks:
+            if mark in data:
+                ids: list[int] = some.ravel().tolist()
+                return {at // some.shape[1] for at, each in enumerate(ids) if each in self._end_ids}
+        return set()
 
     def _take(self, rows: npt.NDArray[np.int64], those: set[int]) -> list[tuple[Request, list[int]]]:
         found: list[tuple[Request, list[int]]] = []

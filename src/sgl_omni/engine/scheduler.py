@@ -24,7 +24,8 @@ class Limits:
     ``max_positions``: the longest sequence that the model can attend over.
     ``step_rows``: rows of a step in all; prompts wait where they would exceed it.
     ``rows_ahead``: a running request has pages for so many more rows than it needs now, as long as nobody else wants
-    them; with it ``repeat`` may be asked.
+    them; with it ``repeat`` may be asked. ``free_rows_ahead``: or for up to so many, while half of the pages that hold
+    nothing, not even a prompt that may come again, are enough for all.
     """
 
     max_running_requests: int = 64
@@ -34,6 +35,7 @@ class Limits:
     reuse_prefixes: bool = True
     step_rows: int | None = None
     rows_ahead: int = 0
+    free_rows_ahead: int = 0
 
     def __post_init__(self) -> None:
         if self.max_running_requests < 1 or self.prefill_tokens < 1:
@@ -235,8 +237,10 @@ class Scheduler:
         starved = bool(self._waiting) and len(self._running) < self._limits.max_running_requests
         if not self._limits.rows_ahead or starved:
             return
-        pool, ahead, size = self._pool, self._limits.rows_ahead, self._pool.page_size
+        pool, size = self._pool, self._pool.page_size
         spare = pool.available - len(self._running)
+        free = (pool.available - pool.cached) // 2 // max(1, len(self._running)) * size
+        ahead = max(self._limits.rows_ahead, min(self._limits.free_rows_ahead, free))
         for request in self._running:
             target = min(request.length + ahead, request.final_length)
             missing = -(-target // size) - len(request.pages)
