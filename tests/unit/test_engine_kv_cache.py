@@ -63,18 +63,6 @@ def test_a_shared_page_is_free_when_its_last_user_gives_it_up() -> None:
     assert (pool.used, pool.cached) == (0, 1)
 
 
-def test_the_peak_is_the_most_pages_in_use_at_once() -> None:
-    pool = PagePool(num_pages=4, page_size=8)
-    pages = pool.allocate(2)
-    pool.remember(pages[0], b"voice")
-    pool.release(pages)
-    assert (pool.used, pool.peak) == (0, 2)
-    pool.take_known([b"voice"])
-    assert (pool.used, pool.peak) == (1, 2)
-    pool.allocate(2)
-    assert (pool.used, pool.peak) == (3, 3)
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.booleans()), max_size=80))
 def test_a_pool_never_gives_a_used_page_nor_wrong_content(num_pages: int, steps: list[tuple[int, int, bool]]) -> None:

@@ -246,7 +246,9 @@ def test_nothing_is_lost_or_leaked_and_every_output_equals_its_solo_run(
 @pytest.mark.parametrize("ahead", [0, 8])
 def test_ten_thousand_requests_with_aborts_at_a_pool_of_three(ahead: int) -> None:
     rng = random.Random(4)
-    bench = Bench(pages=3 * 20, page_size=2, max_running_requests=16, prefill_tokens=24, rows_ahead=ahead, free_rows_ahead=32)
+    bench = Bench(
+        pages=3 * 20, page_size=2, max_running_requests=16, prefill_tokens=24, rows_ahead=ahead, free_rows_ahead=32
+    )
     waiting: dict[str, list[int]] = {}
     aborted: list[str] = []
     added = finished = 0
@@ -497,7 +499,28 @@ def test_pages_far_ahead_are_half_of_those_that_hold_nothing() -> None:
     scheduler.schedule()
     assert [len(request.pages) for request in requests] == [8, 8], "1 row and 14 of 28 pages for both"
     assert pool.cached == 10
+    assert (pool.used, scheduler.pages_needed) == (16, 2), "gauges do not count what lies ahead"
     scheduler.remove(requests[1])
     scheduler.add(short := Request("short", Prompt(torch.tensor([[40]])), max_outputs=6))
     scheduler.schedule()
     assert len(short.pages) == 3, "no more than it can need, though more is free"
+
+
+@pytest.mark.parametrize("ahead", [0, 8])
+def test_the_most_pages_that_were_needed_at_once_are_known_whenever_somebody_looks(ahead: int) -> None:
+    bench = Bench(pages=60, page_size=2, rows_ahead=ahead, free_rows_ahead=50)
+    prompts = {"a": [3, 1, 4], "b": [1, 5]}
+    for name, prompt in prompts.items():
+        bench.engine.add(name, {"prompt_ids": prompt, "max_new_tokens": 13, "ignore_eos": True})
+    while bench.engine.has_work:
+        bench.engine.step()
+    stats = bench.engine.stats()
+    most = 2 * sum(-(-(len(prompt) + 12) // 2) for prompt in prompts.values())
+    assert (stats["kv_used_tokens"], stats["kv_peak_tokens"]) == (0, most)
+    bench.engine.add("long", {"prompt_ids": [7], "max_new_tokens": 100, "ignore_eos": True})
+    for _ in range(60):
+        bench.engine.step()
+    assert 60 <= bench.engine.stats()["kv_used_tokens"] <= 64, "also in the midst of steps that repeat one another"
+    bench.engine.abort("long")
+    stats = bench.engine.stats()
+    assert stats["kv_used_tokens"] == 0 and 60 <= stats["kv_peak_tokens"] <= 64

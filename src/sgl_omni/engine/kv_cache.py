@@ -65,9 +65,6 @@ class PagePool:
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self.peak = 0
-        """Most pages that were in use at once so far, as of the last ``allocate``: known pages that were taken for a
-        request which then found no room for its others do not count."""
 
     @property
     def capacity(self) -> int:
@@ -97,7 +94,6 @@ class PagePool:
         pages = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for page in pages:
             self._users[page] = 1
-        self.peak = max(self.peak, self.used)
         return pages
 
     def release(self, pages: Sequence[int]) -> None:

@@ -63,8 +63,11 @@ class Scheduler:
         self._repeats_left = 0
         self._repeated = 0
         self._repeating: list[Request] = []
+        self._pages_ahead = 0  # at the beginning of this step
         self.retractions = 0
         self.reused_tokens = 0
+        self.most_pages_needed = 0
+        """At once, so far."""
 
     @property
     def has_work(self) -> bool:
@@ -77,6 +80,13 @@ class Scheduler:
     @property
     def waiting(self) -> Sequence[Request]:
         return self._waiting
+
+    @property
+    def pages_needed(self) -> int:
+        """Pages in use but for those that lie ahead of what is needed now."""
+        rows = [min(request.length + self._repeated, request.final_length) for request in self._running]
+        ahead = [len(r.pages) - self._pool.pages_for(n) for r, n in zip(self._running, rows, strict=True)]
+        return self._pool.used - sum(pages for pages in ahead if pages > 0)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises ``InvalidRequest`` for one that can never be served."""
@@ -161,6 +171,7 @@ class Scheduler:
                 budget -= self._take_chunk(request, budget, chunks)
         while budget > 0 and (admitted := self._admit_next(alone=not chunks)):
             budget -= self._take_chunk(admitted, budget, chunks)
+        self.most_pages_needed = max(self.most_pages_needed, self._pool.used - self._pages_ahead)
         self._allocate_ahead()
         return chunks
 
@@ -215,6 +226,8 @@ class Scheduler:
 
     def _settle(self) -> None:
         """Writes down what ``repeat`` has let pass."""
+        if self._repeated:
+            self.most_pages_needed = max(self.most_pages_needed, self.pages_needed)
         for request in self._repeating if self._repeated else ():
             request.computed += self._repeated
             request.launched += self._repeated
@@ -249,6 +262,7 @@ class Scheduler:
                 spare -= missing
 
     def _reclaim_ahead(self) -> None:
+        self._pages_ahead = 0
         for request in self._running if self._limits.rows_ahead else ():
             needed = self._pool.pages_for(request.rows_needed)
             self._pool.release(request.pages[needed:])
@@ -276,8 +290,11 @@ class Scheduler:
 
     def _make_room_for_outputs(self) -> None:
         """A page for each request whose next row needs one, oldest first; the youngest pay for it."""
+        self._pages_ahead = 0
         for request in list(self._running):
             missing = self._pool.pages_for(request.rows_needed) - len(request.pages)
+            if missing < 0:
+                self._pages_ahead -= missing
             if missing <= 0 or not request.pages or request.is_blocked:
                 continue  # it has what it needs, was retracted by an older one, or is not to run
             if missing > self._pool.available:
