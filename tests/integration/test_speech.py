@@ -94,7 +94,9 @@ def test_every_layout_gives_bit_identical_audio(tmp_path: Path, alone: list[byte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("voice", "sentences"), [("slt", SENTENCES[::2]), ("rms", SENTENCES[1::4])], ids=["slt", "rms"])
+@pytest.mark.parametrize(
+    ("voice", "sentences"), [("slt", SENTENCES[::2]), ("rms", SENTENCES[1::4])], ids=["slt", "rms"]
+)
 def test_handed_sentences_are_understood(server: Server, voice: str, sentences: list[str]) -> None:
     assert word_error_rate(sentences, speak_all(server, sentences, 8, voice=voice)) <= 0.08
 

@@ -34,24 +34,24 @@ TOLERANCE = 5e-6
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("codec")
+def reference() -> Any:
+    return tiny.reference_codec()
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Any:
-    codec = tiny.reference_codec()
-    codec.save_pretrained(folder)
-    return codec
+def folder(tmp_path_factory: pytest.TempPathFactory, reference: Any) -> Path:
+    folder = tmp_path_factory.mktemp("codec")
+    reference.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def decoder(reference: Any, folder: Path) -> CodecDecoder:
+def decoder(folder: Path) -> CodecDecoder:
     return CodecDecoder.load(folder, SPEC)
 
 
 @pytest.fixture(scope="module")
-def encoder(reference: Any, folder: Path) -> CodecEncoder:
+def encoder(folder: Path) -> CodecEncoder:
     return CodecEncoder.load(folder, SPEC)
 
 

@@ -115,6 +115,21 @@ def test_a_broken_tokenizer_is_named(folder: Path) -> None:
     assert "tokenizer.json cannot be read" in refused(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_file_that_is_nested_without_end_is_named(folder: Path, name: str) -> None:
+    (folder / name).write_text("[" * 100_000)
+    assert f"{name} cannot be read" in refused(folder)
+
+
+def test_tensors_and_an_index_that_are_nested_without_end_are_named(folder: Path) -> None:
+    nested = b"[" * 100_000
+    (folder / "model.safetensors").write_bytes(len(nested).to_bytes(8, "little") + nested)
+    assert "model.safetensors cannot be read as safetensors" in refused(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_bytes(nested)
+    assert "model.safetensors.index.json cannot be read" in refused(folder)
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [

@@ -102,7 +102,7 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """A JSON object of a checkpoint folder. Raises ``CheckpointError`` where it is absent or no object."""
     try:
         config = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / name} is not a JSON object")

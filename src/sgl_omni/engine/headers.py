@@ -123,7 +123,7 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 def _index(path: Path) -> dict[str, str]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     names = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(names, dict) or not names:
@@ -152,7 +152,7 @@ def _entries(path: Path) -> dict[str, Entry]:
                 raise ValueError(f"{name} begins at byte {begin} of the data, and what is before it ends at {end}")
             end = stop
         size = os.fstat(fd).st_size
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     finally:
         os.close(fd)

@@ -45,9 +45,9 @@ class TensorFile:
         try:
             self._header = read_header(self._fd)
             self._tensors: dict[str, Any] = json.loads(self._header)
-        except ValueError:
+        except (ValueError, RecursionError) as error:
             os.close(self._fd)
-            raise
+            raise ValueError(str(error)) from error
         self._start = 8 + len(self._header)
 
     def __enter__(self) -> TensorFile:

@@ -49,7 +49,7 @@ def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Raises ``InvalidRequest`` that names the file where it is absent, malformed or no object."""
     try:
         found = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{folder / name} cannot be read: {error}", param="model_path") from error
     if not isinstance(found, dict):
         raise InvalidRequest(f"{folder / name} is not a JSON object", param="model_path")

@@ -83,7 +83,7 @@ def check_template(folder: Path) -> None:
 def _field(file: Path) -> Any:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise StartupError(f"{file} is not a JSON object")

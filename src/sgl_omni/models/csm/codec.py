@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sgl_omni.audio.causal import CausalStream, Codes, Layout, Pieces, filled_up
+from sgl_omni.audio.features import check_features
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.rope import Rope, rotate
 from sgl_omni.engine.rope_config import RopeConfig
@@ -47,6 +48,7 @@ class CodecEncoder:
         x = parts["encoder"](samples[None, None].to(self._device))
         x = parts["encoder_transformer"](x.transpose(1, 2), use_cache=False).last_hidden_state
         x = parts["downsample"](x.transpose(1, 2))
+        check_features(x)
         codes: Tensor = parts["quantizer"].encode(x)[:, 0].T
         return codes.cpu()
 

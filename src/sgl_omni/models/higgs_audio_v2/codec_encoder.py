@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sgl_omni.audio.features import check_features
 from sgl_omni.engine.checkpoint import Checkpoint
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
 from sgl_omni.models.higgs_audio_v2.codec_weights import CodecWeights
@@ -149,6 +150,7 @@ class CodecEncoder(nn.Module):
             nearest = (2 * wanted @ book.T - book.square().sum(1)).argmax(1)
             rest = rest - widen(book[nearest])
             codes.append(nearest)
+        check_features(rest)
         return torch.stack(codes, 1)
 
 

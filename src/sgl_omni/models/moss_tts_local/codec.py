@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sgl_omni.audio.features import check_features
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.decoder import materialise
 from sgl_omni.engine.layers import parameter
@@ -96,6 +97,7 @@ class Quantizer(nn.Module):
         for book in self._books():
             codes.append(book.nearest(left))
             left = left - F.embedding(codes[-1], book.table())
+        check_features(left)
         return torch.stack(codes, 1)
 
     def decode(self, codes: Tensor, tables: Tensor) -> Tensor:

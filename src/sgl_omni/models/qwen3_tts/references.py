@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sgl_omni.audio.decode import decode_audio
+from sgl_omni.audio.features import check_features
 from sgl_omni.engine.checkpoint import Checkpoint, Slot, read_config
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.qwen3_tts.codec import fill
@@ -83,6 +84,10 @@ class CodecEncoder:
     def __init__(self, model: Any, num_codes: int, sample_rate: int, samples_per_frame: int) -> None:
         self.sample_rate = sample_rate
         self._model = model
+        # The last part before the nearest codes are looked for, which happens within transformers.
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] == "downsample":
+                module.register_forward_hook(lambda module, given, found: check_features(found))
         self._num_codes = num_codes
         self._samples_per_frame = samples_per_frame
 
