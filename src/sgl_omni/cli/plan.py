@@ -197,7 +197,7 @@ async def _advise(
         return
     write(target, advice, seen, out)
     click.echo(
-        f"{advice.replicas} replicas, as far as {advice.bound} allow: {advice.cores_each} cores and "
+        f"{advice.replicas} replicas, bounded by {advice.bound}: {advice.cores_each} cores and "
         f"{advice.max_total_tokens} tokens each, weights {'shared' if advice.weight_share else 'each its own'}: {out}"
     )
     if url is not None:

@@ -76,7 +76,7 @@ def replicas_forced(advice: Advice, found: Measured, room: Room, replicas: int) 
         max_total_tokens=max(1, min(pool, advice.max_total_tokens * advice.replicas // replicas)),
         mps=replicas > 1,
         weight_share=advice.weight_share,
-        bound="your wish",
+        bound="--replicas",
     )
 
 
