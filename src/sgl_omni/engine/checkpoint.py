@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from sgl_omni.engine.headers import CheckpointError, check_shapes, read_headers
 from sgl_omni.engine.tensor_file import Rows, TensorFile, read_all
+from sgl_omni.json_files import read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,7 @@ class Checkpoint:
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """A JSON object of a checkpoint folder. Raises ``CheckpointError`` where it is absent or no object."""
-    try:
-        config = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / name} is not a JSON object")
-    return config
+    return read_object(folder / name, CheckpointError)
 
 
 def _readable(path: Path) -> Any:

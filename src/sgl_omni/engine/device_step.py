@@ -20,6 +20,7 @@ from sgl_omni.engine.platform import for_kernels
 from sgl_omni.engine.request import LOST
 from sgl_omni.engine.row_attention import RowLayout, TorchRowAttention, TritonRowAttention
 from sgl_omni.engine.row_state import RowState
+from sgl_omni.engine.sampler import is_no_choice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,8 +170,7 @@ class DeviceStep:
         chosen_from = hidden[inputs.ends]
         state = RowState(self._rows, inputs.rows, inputs.ends, inputs.targets)
         logits = model.logits(chosen_from)
-        largest = logits.flatten(1).amax(1, keepdim=True)
-        is_lost = largest - largest != 0  # also of infinities, in fewer kernels than isfinite has
+        is_lost = is_no_choice(logits)
         ids = state.choose(model.rule_rows(logits, state))
         ids, own_ends = model.finish_rows(ids, chosen_from, state)
         ids = advance_rows(ids, inputs, positions, fields, model.pattern, self._delays)

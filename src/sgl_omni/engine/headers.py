@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_omni.errors import OmniError
+from sgl_omni.json_files import parse_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
@@ -122,8 +122,8 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 
 def _index(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     names = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(names, dict) or not names:
@@ -141,7 +141,7 @@ def _entries(path: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
         header = read_header(fd)
-        tensors = json.loads(header)
+        tensors = parse_json(header)
         if not isinstance(tensors, dict):
             raise ValueError("its header is no object")
         tensors.pop("__metadata__", None)
@@ -152,7 +152,7 @@ def _entries(path: Path) -> dict[str, Entry]:
                 raise ValueError(f"{name} begins at byte {begin} of the data, and what is before it ends at {end}")
             end = stop
         size = os.fstat(fd).st_size
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     finally:
         os.close(fd)

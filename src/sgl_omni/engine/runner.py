@@ -17,7 +17,7 @@ from sgl_omni.engine.inserted import layer_rows
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.request import LOST, Chunk, Request
-from sgl_omni.engine.sampler import SamplingBatch, sample
+from sgl_omni.engine.sampler import SamplingBatch, is_no_choice, sample
 
 
 class Runner(Protocol):
@@ -124,7 +124,7 @@ class ModelRunner:
         if n + padding < hidden.shape[0]:
             hidden = hidden[torch.tensor(ends, device=hidden.device)]
         logits = model.logits(hidden)[:n]
-        is_lost = logits.flatten(1).amax(1, keepdim=True).isfinite().logical_not()
+        is_lost = is_no_choice(logits)
         logits = model.rule(logits, requests)
         rows = model.choose(logits, requests)
         if rows is None:

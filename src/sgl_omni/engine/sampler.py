@@ -53,6 +53,12 @@ class SamplingBatch:
         )
 
 
+def is_no_choice(logits: Tensor) -> Tensor:
+    """bool [rows, 1] of logits [rows, columns, vocabulary]: where the largest is an infinity or no number."""
+    largest = logits.flatten(1).amax(1, keepdim=True)
+    return largest - largest != 0  # in fewer kernels than ``isfinite`` has
+
+
 def sample(logits: Tensor, batch: SamplingBatch, first_column: int = 0) -> Tensor:
     """logits [rows, columns, vocabulary] -> ids int64 [rows, columns].
 

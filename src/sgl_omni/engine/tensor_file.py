@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import threading
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sgl_omni.engine.headers import read_header
+from sgl_omni.json_files import parse_json
 
 BLOCK_BYTES = 16 * 2**20
 MOST_THREADS = 4
@@ -44,10 +44,10 @@ class TensorFile:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._header = read_header(self._fd)
-            self._tensors: dict[str, Any] = json.loads(self._header)
-        except (ValueError, RecursionError) as error:
+            self._tensors: dict[str, Any] = parse_json(self._header)
+        except ValueError:
             os.close(self._fd)
-            raise ValueError(str(error)) from error
+            raise
         self._start = 8 + len(self._header)
 
     def __enter__(self) -> TensorFile:

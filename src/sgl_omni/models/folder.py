@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from sgl_omni.engine.headers import FLOATS, CheckpointError, Entry, check_shapes, is_derived, read_headers
 from sgl_omni.engine.shapes import Named
 from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.json_files import read_object
 from sgl_omni.models.numbers import check_ids, check_numbers
 from sgl_omni.text.template import check_template
 
@@ -47,13 +47,7 @@ def find_folder(model_path: str) -> Path:
 
 def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Raises ``InvalidRequest`` that names the file where it is absent, malformed or no object."""
-    try:
-        found = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{folder / name} cannot be read: {error}", param="model_path") from error
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"{folder / name} is not a JSON object", param="model_path")
-    return found
+    return read_object(folder / name, lambda told: InvalidRequest(told, param="model_path"))
 
 
 def read_sizes(folder: Path, name: str = "config.json") -> dict[str, Any]:

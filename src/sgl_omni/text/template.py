@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sgl_omni.errors import OmniError, StartupError
+from sgl_omni.json_files import read_object
 
 
 class TemplateFailed(OmniError):
@@ -81,10 +81,4 @@ def check_template(folder: Path) -> None:
 
 
 def _field(file: Path) -> Any:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise StartupError(f"{file} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise StartupError(f"{file} is not a JSON object")
-    return config.get("chat_template")
+    return read_object(file, StartupError).get("chat_template")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sgl_omni.audio.decode import decode_audio
+from sgl_omni.audio.kept import LastMade
 from sgl_omni.audio.stretch import FASTEST, SLOWEST
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.csm.files import MAX_REFERENCES, SPEAKERS
@@ -74,20 +72,16 @@ class Recordings:
     def __init__(self, encode: Encode, sample_rate: int) -> None:
         self._encode = encode
         self._sample_rate = sample_rate
-        self._known: OrderedDict[bytes, Codes] = OrderedDict()
-        self._lock = Lock()
+        self._kept: LastMade[Codes] = LastMade(_RECORDINGS_KEPT)
 
     def codes(self, file: bytes | memoryview) -> Codes:
         """int64 [frames, codebooks]. Raises ``InvalidRequest`` for what is no recording, or too long."""
-        key = hashlib.sha256(file).digest()
-        with self._lock:  # two encoders at a time would only share the same cores
-            if key not in self._known:
-                samples = decode_audio(file, self._sample_rate, param="references", max_seconds=MAX_REFERENCE_SECONDS)
-                self._known[key] = self._encode(samples)
-                if len(self._known) > _RECORDINGS_KEPT:
-                    self._known.popitem(last=False)
-            self._known.move_to_end(key)
-            return self._known[key]
+        return self._kept.get(file, lambda: self._encoded(file))
+
+    def _encoded(self, file: bytes | memoryview) -> Codes:
+        return self._encode(
+            decode_audio(file, self._sample_rate, param="references", max_seconds=MAX_REFERENCE_SECONDS)
+        )
 
 
 def _speed(speed: float | None) -> float:

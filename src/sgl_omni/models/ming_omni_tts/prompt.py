@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest
+from sgl_omni.json_files import parse_json
 from sgl_omni.text.tokenizer import TextTokenizer
 
 _TASK = "Please generate speech based on the following description.\n"
@@ -106,7 +107,7 @@ def _object(instructions: str) -> dict[str, Any]:
     if not instructions.lstrip().startswith("{"):
         return {_STYLE: instructions.strip()}
     try:
-        found = json.loads(instructions)
+        found = parse_json(instructions)
     except ValueError as error:
         raise InvalidRequest(f"instructions are no JSON object: {error}", param="instructions") from error
     return dict(found)

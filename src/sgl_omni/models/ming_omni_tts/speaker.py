@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sgl_omni.audio.kept import LastMade
 from sgl_omni.errors import InvalidRequest, NotFinite, StartupError
 from sgl_omni.models.ming_omni_tts.spec import SPEAKER_RATE, SPEAKER_SIZE
 
@@ -56,14 +55,14 @@ class KaldiFeatures:
 
 
 class SpeakerEncoder:
-    """Runs on the CPU, one call at a time. Vectors are kept for the next request with the same recording."""
+    """Runs on the CPU. Vectors are kept for the next request with the same recording."""
 
     def __init__(self, session: Any) -> None:
         """``session`` is onnxruntime's."""
         self._session = session
         self._input = session.get_inputs()[0].name
         self._features = KaldiFeatures()
-        self._kept: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
+        self._kept: LastMade[NDArray[np.float32]] = LastMade(_KEPT_SPEAKERS)
 
     @classmethod
     def load(cls, file: Path, num_threads: int) -> SpeakerEncoder:
@@ -93,13 +92,7 @@ class SpeakerEncoder:
     def vector(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
         """float32 [samples] at 16 kHz -> [192]. Raises ``InvalidRequest`` for a recording too short to tell a voice by,
         and ``NotFinite`` where a longer one makes no numbers."""
-        key = hashlib.blake2b(samples, digest_size=16).digest()
-        if key not in self._kept:
-            self._kept[key] = self._encode(samples)
-            if len(self._kept) > _KEPT_SPEAKERS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        return self._kept.get(samples, lambda: self._encode(samples))
 
     def _encode(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
         found = self._run(self._features(torch.as_tensor(samples))) if len(samples) >= _FRAME else None

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections import OrderedDict
 from collections.abc import Callable
-from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sgl_omni.audio.decode import decode_channels
+from sgl_omni.audio.kept import LastMade
 from sgl_omni.audio.stretch import FASTEST, SLOWEST
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.moss_tts_local.languages import LANGUAGES
@@ -76,21 +74,11 @@ class ReferenceVoices:
         self._encode = encode
         self._sample_rate = sample_rate
         self._channels = channels
-        self._known: OrderedDict[bytes, Codes] = OrderedDict()
-        self._lock = Lock()
+        self._kept: LastMade[Codes] = LastMade(_VOICES_KEPT)
 
     def codes(self, file: bytes | memoryview) -> Codes:
         """int64 [frames, codebooks]. Raises ``InvalidRequest`` for what is no recording, or too short or long."""
-        key = hashlib.sha256(file).digest()
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
-            codes = self._encoded(file)
-            self._known[key] = codes
-            if len(self._known) > _VOICES_KEPT:
-                self._known.popitem(last=False)
-            return codes
+        return self._kept.get(file, lambda: self._encoded(file))
 
     def _encoded(self, file: bytes | memoryview) -> Codes:
         samples = decode_channels(

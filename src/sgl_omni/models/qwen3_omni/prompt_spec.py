@@ -151,10 +151,8 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
     check_ids(config, _FIELDS, file)
     for name, code in config["talker_config"]["speaker_id"].items():
         check_id(code, f"talker_config.speaker_id.{name}", file)
-    ends = _generation(folder).get("eos_token_id")
-    for end in ends if isinstance(ends, list) else [ends]:
-        if end is not None:
-            check_id(end, "eos_token_id", folder / "generation_config.json")
+    for end in _ends(folder):
+        check_id(end, "eos_token_id", folder / "generation_config.json")
     read_json(folder, "preprocessor_config.json")
     if find_template(folder) is None:
         raise InvalidRequest(
@@ -167,9 +165,12 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
 
 def eos_ids(config: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
     """Ids that end the thinker's answer."""
+    return tuple(dict.fromkeys([int(config["im_end_token_id"]), *map(int, _ends(folder))]))
+
+
+def _ends(folder: Path) -> list[Any]:
     given = _generation(folder).get("eos_token_id")
-    more = [] if given is None else [given] if isinstance(given, int) else [*given]
-    return tuple(dict.fromkeys([int(config["im_end_token_id"]), *map(int, more)]))
+    return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def _generation(folder: Path) -> dict[str, Any]:

@@ -45,7 +45,8 @@ DECODER_FIELDS = (
 """What a ``decoder_config`` must say."""
 
 
-_ENCODER_FIELDS = ("encoder_config", "encoder_valid_num_quantizers", "input_sample_rate", "encode_downsample_rate")
+ENCODER_FACTS = ("encoder_valid_num_quantizers", "input_sample_rate", "encode_downsample_rate")
+"""What a config must say beside the ``encoder_config``."""
 
 
 def check_decoder(folder: Path) -> None:
@@ -61,7 +62,7 @@ def check_encoders(folder: Path) -> None:
     """What clones voices: the speech tokenizer's encoder, and the speaker's. Raises as `check_decoder` does."""
     speech = folder / SPEECH_TOKENIZER
     config = read_sizes(speech)
-    for field in _ENCODER_FIELDS:
+    for field in ("encoder_config", *ENCODER_FACTS):
         require(config, field, speech / "config.json")
     mimi = config["encoder_config"]
     check_tensors(speech, lambda: mimi_shapes(mimi, "encoder.", decoder=False), parts=["encoder."])

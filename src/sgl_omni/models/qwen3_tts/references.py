@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import threading
-from collections import OrderedDict
 from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +14,11 @@ from torch import Tensor, nn
 
 from sgl_omni.audio.decode import decode_audio
 from sgl_omni.audio.features import check_features
+from sgl_omni.audio.kept import LastMade
 from sgl_omni.engine.checkpoint import Checkpoint, Slot, read_config
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.qwen3_tts.codec import fill
-from sgl_omni.models.qwen3_tts.codec_shapes import SPEAKER_DEFAULTS
+from sgl_omni.models.qwen3_tts.codec_shapes import ENCODER_FACTS, SPEAKER_DEFAULTS
 from sgl_omni.models.qwen3_tts.facts import SPEECH_TOKENIZER
 from sgl_omni.models.qwen3_tts.preprocess import Voice
 
@@ -99,9 +97,7 @@ class CodecEncoder:
         config = read_config(folder)
         try:
             model: Any = MimiModel(MimiConfig(**config["encoder_config"]))
-            facts = [
-                config[key] for key in ("encoder_valid_num_quantizers", "input_sample_rate", "encode_downsample_rate")
-            ]
+            facts = [config[key] for key in ENCODER_FACTS]
         except KeyError as error:
             raise StartupError(f"{folder / 'config.json'} lacks the field {error.args[0]}") from error
         for name in ("decoder", "decoder_transformer", "upsample"):
@@ -139,8 +135,7 @@ class References:
         self._speaker = speaker
         self._codec = codec
         self._device = device
-        self._kept: OrderedDict[tuple[bytes, bool], Voice] = OrderedDict()
-        self._lock = threading.Lock()
+        self._kept: LastMade[Voice] = LastMade(_KEPT_VOICES)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> References:
@@ -148,14 +143,7 @@ class References:
         return cls(SpeakerEncoder.load(folder, device), codec.to(device), device)
 
     def read(self, audio: bytes | memoryview, *, with_codes: bool) -> Voice:
-        key = (hashlib.blake2b(audio, digest_size=16).digest(), with_codes)
-        with self._lock:  # two encoders at a time would only share the same cores
-            if key not in self._kept:
-                self._kept[key] = self._encode(audio, with_codes)
-                if len(self._kept) > _KEPT_VOICES:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        return self._kept.get(audio, lambda: self._encode(audio, with_codes), kind=with_codes)
 
     def _encode(self, audio: bytes | memoryview, with_codes: bool) -> Voice:
         speaker = self._speaker(self._samples(audio, self._speaker.sample_rate)).float().cpu().numpy()
