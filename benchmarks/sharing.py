@@ -63,7 +63,8 @@ class Setting:
         self.on_gpu = self.host.platform == "cuda"
         self.options = options
         self.base = [] if self.on_gpu else [*TINY, "--tts_engine.engine.max_total_tokens", "4096"]
-        self.base += flags
+        # A prompt whose beginning is known is computed in other shapes, and so rounded otherwise, than one that is not.
+        self.base += ["--tts_engine.engine.reuse_prefixes", "false", *flags]
         self.frames = options.frames
 
     def plan(self, replicas: int, *, share: bool, on_exit: str = "stop") -> Plan:

@@ -35,6 +35,7 @@ from benchmarks.real_size import make
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_omni.audio.gathering import Gathering
+from sgl_omni.gpu.torch_setup import set_up_torch
 from sgl_omni.models.moss_tts_local.gathering import GatheringDecoder
 from sgl_omni.runtime.stage import StreamStage
 
@@ -262,6 +263,8 @@ def main() -> None:
     import torch
 
     device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    if device != "cpu":
+        set_up_torch()
     found: dict[str, Any] = {}
     for family in options.family.split(","):
         try:

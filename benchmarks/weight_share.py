@@ -32,7 +32,7 @@ def read_rate(folder: Path, threads: int) -> float:
     jobs = [
         (path, at) for path in sorted(folder.glob("*.safetensors")) for at in range(0, path.stat().st_size, BLOCK_BYTES)
     ]
-    descriptors = {path: os.open(path, os.O_RDONLY) for path, _ in jobs}
+    descriptors = {path: os.open(path, os.O_RDONLY) for path in {path for path, _ in jobs}}
     buffers = [bytearray(BLOCK_BYTES) for _ in range(threads)]
 
     def read(worker: int) -> int:

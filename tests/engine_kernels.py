@@ -16,6 +16,7 @@ from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.device_rows import Field
 from sgl_omni.engine.device_step import StepInputs, advance_rows, begin_rows
 from sgl_omni.engine.kernels import attention, elementwise, moe, sampling, state
+from sgl_omni.engine.kernels.convolution import Convolution, Snake
 from sgl_omni.engine.kv_cache import KVCache, KVShape
 from sgl_omni.engine.moe import routed_one_by_one
 from sgl_omni.engine.ops import rms_norm
@@ -29,6 +30,45 @@ EPS = 1e-6
 
 def difference(result: Tensor, expected: Tensor) -> float:
     return float((result.float() - expected.float()).abs().max() / expected.float().abs().max())
+
+
+def check_convolution(device: str, dtype: torch.dtype, module: torch.nn.Module, inputs: int, length: int) -> float:
+    """Sums with a residual, and these activated, in both of their uses; ``module`` keeps or multiplies the length."""
+    torch.manual_seed(0)
+    module = module.to(device).requires_grad_(False)
+    alpha = 0.2 + 3 * torch.rand(module.out_channels, device=device)
+    ours = Convolution.of(module, Snake(alpha=alpha, inverse=1 / alpha), dtype)
+    x = torch.randn(2, length, inputs, device=device)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        sums = module(x.transpose(1, 2)).transpose(1, 2)
+    residual = torch.randn_like(sums).contiguous()
+    lengths = torch.tensor([length, length], dtype=torch.int32, device=device)
+    given = x.to(dtype), lengths, 1
+    plain, active = ours.both(*given, residual)
+    bent = sums + torch.sin(alpha * sums) ** 2 / alpha
+    expected = sums + residual
+    shorter = torch.tensor([length, length - 2], dtype=torch.int32, device=device)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        alone = module(x[1:, : length - 2].transpose(1, 2)).transpose(1, 2)
+    found = ours(x.to(dtype), shorter, 1)
+    return max(
+        difference(ours(*given), sums),
+        difference(ours.activated(*given), bent),
+        difference(plain, expected),
+        difference(active, expected + torch.sin(alpha * expected) ** 2 / alpha),
+        difference(found[0], sums[0]),
+        difference(found[1, : alone.shape[1]], alone[0]),
+    )
+
+
+CONVOLUTIONS = (
+    (torch.nn.Conv1d(24, 40, 7, padding=27, dilation=9), 24, 70),
+    (torch.nn.Conv1d(80, 80, 1), 80, 5),
+    (torch.nn.Conv1d(16, 1, 7, padding=3, bias=False), 16, 130),
+    (torch.nn.ConvTranspose1d(24, 12, 16, stride=8, padding=4), 24, 9),
+    (torch.nn.ConvTranspose1d(33, 17, 6, stride=3, padding=2, output_padding=1), 33, 65),
+)
+"""With the channels and the length of their input."""
 
 
 def check_attention(

@@ -34,6 +34,10 @@ for vocabulary, dtype, first_column in ((50, torch.float32, 0), (130, torch.bflo
 for rows, experts, choices in ((1, 4, 1), (5, 4, 2), (3, 16, 4), (70, 6, 3)):
     off = checks.check_moe("cpu", torch.float32, rows=rows, experts=experts, choices=choices)
     assert off < 3e-6, ("moe", rows, experts, choices, off)
+for dtype, most in ((torch.float32, 2e-6), (torch.float16, 4e-3)):
+    for module, inputs, length in checks.CONVOLUTIONS:
+        off = checks.check_convolution("cpu", dtype, module, inputs, length)
+        assert off < most, ("convolution", module, dtype, off)
 checks.check_state("cpu")
 checks.check_bits("cpu")
 assert checks.check_added("cpu") < 1e-6
@@ -62,6 +66,32 @@ def test_the_experts_kernels_compile_for_a_gpu(tile: int) -> None:
         places = {(names.index(name),): value for name, value in constants.items()}
         compiled = compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32))
         assert "mma" in compiled.asm["ptx"] or kernel is moe._order
+
+
+@pytest.mark.parametrize("columns", [1, 32, 64, 4096])
+def test_the_convolution_kernel_compiles_for_a_gpu(columns: int) -> None:
+    """By the tensor cores' instructions, within a processor's shared memory."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sgl_omni.engine.kernels import convolution
+
+    times, block, inputs, warps, stages = convolution._tile(columns, 512)
+    constants = {"TIMES": times, "COLUMNS": block, "INPUTS": inputs, "MOST": 65504.0}
+    halves = {"x", "weight", "active"}
+    floats = {"bias", "residual", "alpha", "inverse", "plain"}
+    names = convolution._convolve.arg_names
+    types = dict.fromkeys(halves, "*fp16") | dict.fromkeys(floats, "*fp32") | {"lengths": "*i32"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {
+        (at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in {*halves, *floats, "inputs"}
+    }
+    options = {"num_warps": warps, "num_stages": stages}
+    source = ASTSource(convolution._convolve, signature, places, aligned)
+    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert "mma" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 227 * 1024
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +28,8 @@ from sgl_omni.models.higgs_audio_v2.codec_decoder import CodecDecoder
 from sgl_omni.models.higgs_audio_v2.codec_encoder import CodecEncoder, resample
 from sgl_omni.models.higgs_audio_v2.codec_shapes import codec_shapes
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
-from sgl_omni.models.higgs_tts.vocoder import HiggsVocoder, cut_after
+from sgl_omni.models.higgs_tts.cuts import cut_after, frames_wanted
+from sgl_omni.models.higgs_tts.vocoder import HiggsVocoder
 
 SPEC = CodecSpec.parse(tiny.CODEC, "tiny")
 TOLERANCE = 5e-6
@@ -213,7 +216,44 @@ def test_the_first_sound_needs_fourteen_frames(decoder: CodecDecoder) -> None:
     assert not list(vocoder.feed(state, {"codes": rows[:13]}))
     (first,) = vocoder.feed(state, {"codes": rows[13:14]})
     assert (len(first["audio"]), first["sample_rate"]) == (4 * tiny.HOP, tiny.RATE)
-    assert [cut_after(start) for start in (0, 4, 12, 36)] == [4, 12, 36, 60]
+    assert [cut_after(start) for start in (0, 4, 12, 36, 96)] == [4, 12, 36, 96, 156]
+
+
+@pytest.mark.parametrize(("known", "wanted"), [(0, 14), (13, 14), (14, 22), (22, 46), (45, 46), (46, 106), (106, 166)])
+def test_codes_go_on_when_another_chunk_can_be_decoded(known: int, wanted: int) -> None:
+    assert frames_wanted(known, 10) == wanted
+
+
+def test_a_gpus_kernels_decode_what_the_module_does(folder: Path) -> None:
+    """In a process of its own, because Triton decides at import whether it interprets."""
+    program = f"""
+import sys
+from pathlib import Path
+import torch
+import sgl_omni.engine.platform as platform
+sys.path[:0] = [{str(Path(__file__).parents[1])!r}]
+import tiny_higgs as tiny
+from sgl_omni.models.higgs_audio_v2.codec_decoder import CodecDecoder
+from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
+
+spec, folder = CodecSpec.parse(tiny.CODEC, "tiny"), Path({str(folder)!r})
+codes = torch.randint(0, tiny.CODES, (2, 5, tiny.BOOKS), generator=torch.Generator().manual_seed(3))
+plain = CodecDecoder.load(folder, spec)
+platform.everywhere = True
+for tf32, most in ((False, 5e-6), (True, 0.02)):
+    torch.backends.cudnn.allow_tf32 = tf32
+    decoder = CodecDecoder.load(folder, spec)
+    assert decoder.takes_any_lengths
+    pieces = [codes[0].numpy(), codes[1, :3].numpy()]
+    for piece, found in zip(pieces, decoder.decode_pieces(pieces), strict=True):
+        (whole,) = plain.decode_pieces([piece])
+        off = float(abs(found - whole).max() / abs(whole).max())
+        assert found.shape == whole.shape and off < most, (tf32, off)
+print("all checked")
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.endswith("all checked\n"), done.stderr
 
 
 def test_speed_changes_the_length_alone(decoder: CodecDecoder) -> None:
@@ -228,13 +268,13 @@ def test_windows_of_many_threads_are_decoded_together(decoder: CodecDecoder) -> 
     begun, go_on = threading.Event(), threading.Event()
 
     class Slow:
-        spec, device = SPEC, decoder.device
+        spec, device, takes_any_lengths = SPEC, decoder.device, False
 
-        def decode(self, given: torch.Tensor) -> torch.Tensor:
-            sizes.append(len(given))
+        def decode_pieces(self, pieces: list[Any]) -> Any:
+            sizes.append(len(pieces))
             begun.set()
             go_on.wait(10)
-            return decoder.decode(given)
+            return decoder.decode_pieces(pieces)
 
     windowed = HiggsVocoder(Slow(), max_batch=32)._windows  # type: ignore[arg-type]
     windows = [codes(12 if i % 5 else 9, seed=i)[0].numpy().astype(np.int16) for i in range(21)]

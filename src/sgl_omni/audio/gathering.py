@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Condition, Lock
 from typing import Generic, TypeVar
@@ -31,6 +32,9 @@ class Gathering(Generic[Item, Made]):
     ``make`` takes up to ``most`` items and returns as many results in their order. Only items of the same ``kind`` go
     together, any if it is left out. A batch that some who have joined are not in waits for them, as long as no
     ``PATIENCE_SECONDS`` pass in which none comes; so a caller alone never waits.
+
+    Batches are made in one thread of their own: a GPU's libraries keep handles, workspaces and plans for each thread
+    that calls them, and setting these up takes longer than most batches do.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Gathering(Generic[Item, Made]):
         kind: Callable[[Item], Hashable] = lambda item: None,
     ) -> None:
         self.make = make
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="gathered") if most > 1 else None
         self._most = most
         self._kind = kind
         self._waiting: list[_Call[Item, Made]] = []
@@ -84,10 +89,13 @@ class Gathering(Generic[Item, Made]):
         self._waiting = [other for other in self._waiting if other not in batch]
         return batch
 
+    def _made(self, items: list[Item]) -> Sequence[Made]:
+        return self.make(items) if self._maker is None else self._maker.submit(self.make, items).result()
+
     def _run(self, batch: list[_Call[Item, Made]]) -> None:
         error: Exception | None = None
         try:
-            for call, made in zip(batch, self.make([call.item for call in batch]), strict=True):
+            for call, made in zip(batch, self._made([call.item for call in batch]), strict=True):
                 call.made.append(made)
         except Exception as raised:  # noqa: BLE001 - it belongs to each of the calls, and is raised in their threads
             error = raised

@@ -125,10 +125,13 @@ async def run_client(orders: Orders, cores: Sequence[int] | None) -> list[Record
         if process.returncode is None:
             process.kill()
             await process.wait()
+    words = " ".join(err.decode(errors="replace").strip().splitlines()[-1:])
     if process.returncode:
-        words = err.decode(errors="replace").strip().splitlines()[-1:]
-        raise BenchError(f"the client of {orders.url} ended with status {process.returncode}: {' '.join(words)}")
-    return msgspec.json.decode(out, type=list[Record])
+        raise BenchError(f"the client of {orders.url} ended with status {process.returncode}: {words}")
+    try:
+        return msgspec.json.decode(out, type=list[Record])
+    except msgspec.DecodeError as error:
+        raise BenchError(f"the client of {orders.url} left {len(out)} bytes, no record: {error}; {words}") from error
 
 
 async def sample(

@@ -101,7 +101,9 @@ class Worker:
         if self._instance.cpu_cores:
             os.sched_setaffinity(0, self._instance.cpu_cores)
         if self._instance.device is not None and spawn.plan.platform == "cuda":
-            import torch  # noqa: F401 - its seconds are not a factory's
+            from sgl_omni.gpu.torch_setup import set_up_torch  # here, as torch's seconds are not a factory's
+
+            set_up_torch()
         started = time.monotonic()
         enforce_budgets(spawn.plan, self._instance, self._local_device())
         for name in self._instance.stages:

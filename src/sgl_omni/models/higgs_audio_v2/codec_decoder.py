@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sgl_omni.engine.checkpoint import Checkpoint
+from sgl_omni.engine.platform import for_kernels
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
 from sgl_omni.models.higgs_audio_v2.codec_weights import CodecWeights
 
@@ -22,6 +26,7 @@ class CodecDecoder:
         """``table`` [codebooks * codebook_size, width] of what each code adds; ``bias`` [width]."""
         self.spec = spec
         self._decoder = decoder
+        self._kernels = _kernels(decoder) if for_kernels(table) else None
         self._table = table
         self._bias = bias
         self._offsets = torch.arange(spec.num_codebooks, device=table.device) * spec.codebook_size
@@ -51,18 +56,53 @@ class CodecDecoder:
             ]
         table = torch.cat(added).float().to(device)
         bias = narrow.bias.detach().to(device)
-        return cls(spec, decoder.eval().requires_grad_(False).to(device), table, bias)
+        found = cls(spec, decoder.eval().requires_grad_(False).to(device), table, bias)
+        if found._kernels is not None:  # they are compiled now, and not while somebody waits for the first sound
+            found.decode(torch.zeros(1, 1, spec.num_codebooks, dtype=torch.int64, device=device))
+        return found
 
     @property
     def device(self) -> torch.device:
         return self._table.device
 
+    @property
+    def takes_any_lengths(self) -> bool:
+        """Whether pieces of different lengths can be decoded together."""
+        return self._kernels is not None
+
+    def decode_pieces(self, pieces: Sequence[NDArray[np.int16]]) -> list[NDArray[np.float32]]:
+        """Codes [frames, codebooks] of each -> its samples, float32 [frames * hop], about -1 to 1.
+
+        They are of one length unless ``takes_any_lengths``.
+        """
+        frames = [len(piece) for piece in pieces]
+        codes = np.zeros((len(pieces), max(frames), self.spec.num_codebooks), np.int64)
+        for row, piece in zip(codes, pieces, strict=True):
+            row[: len(piece)] = piece
+        audio = self.decode(torch.from_numpy(codes).to(self.device), frames).cpu().numpy()
+        return [row[: length * self.spec.hop] for row, length in zip(audio, frames, strict=True)]
+
     @torch.inference_mode()
-    def decode(self, codes: Tensor) -> Tensor:
-        """codes int64 [batch, frames, codebooks] -> float32 [batch, frames * hop], about -1 to 1."""
+    def decode(self, codes: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        """codes int64 [batch, frames, codebooks] -> float32 [batch, frames * hop].
+
+        ``frames``: how many there are in each row, where not all; samples behind these are anything.
+        Raises ``ValueError`` for rows of different lengths unless ``takes_any_lengths``.
+        """
         latent = F.embedding(codes + self._offsets, self._table).sum(-2) + self._bias
+        lengths = [codes.shape[1]] * codes.shape[0] if frames is None else frames
+        if self._kernels is not None:
+            return self._kernels(latent, torch.tensor(lengths, dtype=torch.int32, device=self.device))
+        if set(lengths) != {codes.shape[1]}:
+            raise ValueError(f"rows of {sorted(set(lengths))} frames cannot be decoded together")
         audio: Tensor = self._decoder(latent.transpose(1, 2))
         return audio[:, 0]
+
+
+def _kernels(decoder: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    from sgl_omni.models.higgs_audio_v2.dac_kernels import DacKernels
+
+    return DacKernels(decoder)
 
 
 def dac_decoder(spec: CodecSpec) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,8 @@ from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.higgs_audio_v2.spec import HiggsSpec
 
 HAND_OVER_FRAMES = 5
-"""Frames of a chunk after the first: a message for each would cost more than it tells."""
+"""Frames of a chunk where nothing says what its receiver can do with them: a message for each would cost more than it
+tells."""
 
 
 class FramesSpec(Protocol):
@@ -40,12 +42,17 @@ class FramesSpec(Protocol):
     def codec_size(self) -> int: ...
 
 
+def _a_few_more(known: int) -> int:
+    return known + HAND_OVER_FRAMES if known else 1
+
+
 class FramesTask(Task):
     """Requests of ``prompt_ids``, ``audio_rows``, ``max_frames`` and sampling options, answered with frames.
 
     Results are arrays ``codes`` int16 [frames, codebooks], with the ``speed`` asked for where it is not 1. Codebook
     k of frame f lies in output row ``lead`` + f + k.
-    A request's ``frame_end`` is the output that brings the end. An id that no codec knows and that the model put
+    A chunk goes on as soon as ``frames_wanted`` of the frames that were known are. A request's ``frame_end`` is the
+    output that brings the end. An id that no codec knows and that the model put
     inside the audio all the same becomes the codec's last.
     """
 
@@ -54,8 +61,11 @@ class FramesTask(Task):
 
     end_columns = slice(1, None)
 
-    def __init__(self, spec: FramesSpec, default_max_frames: int) -> None:
+    def __init__(
+        self, spec: FramesSpec, default_max_frames: int, frames_wanted: Callable[[int], int] | None = None
+    ) -> None:
         self._frames = spec
+        self._frames_wanted = frames_wanted or _a_few_more
         self._delays = tuple(range(spec.num_codebooks))
         self.end_ids = frozenset([spec.stream_eos_id])
         self._default_max_frames = default_max_frames
@@ -81,7 +91,7 @@ class FramesTask(Task):
             prompt,
             max_outputs=frames + delay,
             sampling=parse_sampling(payload),
-            due=delay + 1,
+            due=delay + self._frames_wanted(0),
             task=number(payload, "speed", 1.0),
         )
 
@@ -122,7 +132,7 @@ class FramesTask(Task):
         if known <= sent:
             return None
         request.sent = known
-        request.due = self.lead + known + HAND_OVER_FRAMES + self._frames.num_codebooks - 1
+        request.due = self.lead + self._frames_wanted(known) + self._frames.num_codebooks - 1
         outputs = request.outputs.array(self.lead + sent, self.lead + known + self._frames.num_codebooks - 1)
         codes = np.minimum(undelayed(outputs[:, 1:], self._delays, known - sent), self._frames.codec_size - 1)
         return {"codes": codes} if request.task == 1.0 else {"codes": codes, "speed": request.task}
@@ -150,8 +160,14 @@ class HiggsTask(FramesTask):
 
     lead = 1
 
-    def __init__(self, spec: HiggsSpec, *, default_max_frames: int = 2048) -> None:
-        super().__init__(spec, default_max_frames)
+    def __init__(
+        self,
+        spec: HiggsSpec,
+        *,
+        default_max_frames: int = 2048,
+        frames_wanted: Callable[[int], int] | None = None,
+    ) -> None:
+        super().__init__(spec, default_max_frames, frames_wanted)
         self._spec = spec
 
     def _prompt_rows(self, payload: Payload) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_omni.models.defaults import most_streams
 from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.higgs_tts.checkpoint import HiggsCheckpoint
+from sgl_omni.models.higgs_tts.cuts import frames_wanted
 from sgl_omni.models.higgs_tts.preprocess import SpeechPreprocessor
 from sgl_omni.models.higgs_tts.prompts import ChatPrompts, PromptWriter, TaggedPrompts
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, Stage
@@ -87,6 +88,7 @@ def create_engine(
     dtype = dtype_of(options.get("dtype"), device, "engine.dtype")
     if device == "cpu":
         torch.set_num_threads(num_threads)
+    wanted = partial(frames_wanted, ahead=checkpoint.codec.context[1])
     model: StepModel
     task: Task
     if checkpoint.is_v2:
@@ -94,13 +96,13 @@ def create_engine(
         from sgl_omni.models.higgs_audio_v2.task import HiggsTask
 
         model = v2 = HiggsModel.load(checkpoint.folder, device, dtype, weights=weights)
-        task, positions = HiggsTask(v2.spec), v2.spec.decoder.max_positions
+        task, positions = HiggsTask(v2.spec, frames_wanted=wanted), v2.spec.decoder.max_positions
     else:
         from sgl_omni.models.higgs_tts.model import HiggsTts3Model
         from sgl_omni.models.higgs_tts.task import HiggsTts3Task
 
         model = v3 = HiggsTts3Model.load(checkpoint.folder, device, dtype, weights=weights)
-        task, positions = HiggsTts3Task(v3.spec), v3.spec.decoder.max_positions
+        task, positions = HiggsTts3Task(v3.spec, frames_wanted=wanted), v3.spec.decoder.max_positions
     model.verify_weights()
     settings = EngineSettings.parse(options, budget_bytes=budget_bytes)
     return EngineStage(AutoregressiveEngine.build(model, task, settings, max_positions=positions))

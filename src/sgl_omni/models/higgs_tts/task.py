@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,14 @@ class HiggsTts3Task(FramesTask):
 
     lead = 0
 
-    def __init__(self, spec: HiggsTts3Spec, *, default_max_frames: int = 2048) -> None:
-        super().__init__(spec, default_max_frames)
+    def __init__(
+        self,
+        spec: HiggsTts3Spec,
+        *,
+        default_max_frames: int = 2048,
+        frames_wanted: Callable[[int], int] | None = None,
+    ) -> None:
+        super().__init__(spec, default_max_frames, frames_wanted)
         self._spec = spec
 
     def _prompt_rows(self, payload: Payload) -> Tensor:

@@ -13,22 +13,13 @@ from numpy.typing import NDArray
 from sgl_omni.audio.chunk import audio_chunk, clipped
 from sgl_omni.audio.gathering import Gathering
 from sgl_omni.models.higgs_audio_v2.codec_decoder import CodecDecoder
+from sgl_omni.models.higgs_tts.cuts import cut_after
 from sgl_omni.runtime.stage import Payload, Request, StreamStage
 
 if TYPE_CHECKING:
     from sgl_omni.audio.stretch import TimeStretch
 
 Samples = NDArray[np.float32]
-
-FIRST_CUTS = (4, 12)
-CHUNK_FRAMES = 24
-"""Frames of a chunk after the first two, which are shorter so that sound comes soon."""
-
-
-def cut_after(start: int) -> int:
-    """The frame that the chunk which begins at ``start`` ends before. It depends on nothing else, so a request's audio
-    does not depend on how its codes were grouped on arrival."""
-    return next((cut for cut in FIRST_CUTS if start < cut), start + CHUNK_FRAMES)
 
 
 @dataclass(slots=True)
@@ -47,7 +38,7 @@ class HiggsVocoder(StreamStage[VocoderState]):
 
     A chunk is decoded with all the frames around it that its samples depend on, so the joins are those of decoding
     everything at once, but for the rounding of sums in another order. Up to ``max_batch`` chunks of several requests
-    that have the same length are decoded together; with 1, samples are the same bits in every company.
+    are decoded together, on a CPU those of one length; with 1, samples are the same bits in every company.
     """
 
     def __init__(self, decoder: CodecDecoder, num_threads: int = 1, max_batch: int = 1) -> None:
@@ -55,7 +46,8 @@ class HiggsVocoder(StreamStage[VocoderState]):
         self._num_threads = num_threads
         self._before, self._after = decoder.spec.context
         self._on_gpu = decoder.device.type == "cuda"
-        self._windows: Gathering[NDArray[np.int16], Samples] = Gathering(self._decode_all, max_batch, len)
+        kind = len if not decoder.takes_any_lengths else lambda window: 0
+        self._windows: Gathering[NDArray[np.int16], Samples] = Gathering(self._decode_all, max_batch, kind)
         self.concurrency = max_batch
 
     def open(self, request: Request) -> VocoderState:
@@ -103,8 +95,7 @@ class HiggsVocoder(StreamStage[VocoderState]):
         return TimeStretch(speed, self._decoder.spec.sample_rate)
 
     def _decode_all(self, windows: list[NDArray[np.int16]]) -> list[Samples]:
-        """Windows [frames, codebooks] of one length -> float32 [frames * hop] of each."""
+        """Windows [frames, codebooks] -> float32 [frames * hop] of each."""
         if not self._on_gpu:  # OpenMP keeps the count per thread
             torch.set_num_threads(self._num_threads)
-        stacked = torch.from_numpy(np.stack(windows).astype(np.int64))
-        return [*self._decoder.decode(stacked.to(self._decoder.device)).cpu().numpy()]
+        return self._decoder.decode_pieces(windows)
