@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,3 +65,43 @@ def _churn(engine: Engine, payloads: Mapping[str, dict[str, Any]], seed: str) ->
     assert (stats["running"], stats["queued"], stats["kv_used_tokens"]) == (0, 0, 0)
     assert all(seen[name].result for name in payloads)
     return seen
+
+
+EVERY_RUNNER = pytest.mark.parametrize("device_rows", [False, True, "captured"], ids=["at-once", "ahead", "captured"])
+"""All in one pass; in device rows, ahead; the same in steps that run as a GPU's graphs do (``captured_steps``)."""
+
+
+class RunAgain:
+    """In place of ``StepGraphs`` where nothing can be captured: the same buckets and tensors; the step is called."""
+
+    capture_seconds = 0.0
+    bytes = 0
+    replays = 0
+
+    def __init__(self, step: Callable[[int], None], buckets: Sequence[int]) -> None:
+        self._step = step
+        self.buckets = sorted(buckets)
+        step(self.buckets[-1])
+
+    def bucket_for(self, rows: int) -> int | None:
+        return next((bucket for bucket in self.buckets if bucket >= rows), None)
+
+    @torch.inference_mode()
+    def replay(self, bucket: int) -> None:
+        RunAgain.replays += 1
+        self._step(bucket)
+
+
+@pytest.fixture(autouse=True)
+def captured_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where a test's ``device_rows`` is "captured", engines pad their steps to buckets and run them from tensors that
+    stay where they are; all but the capture itself is then as on a GPU."""
+    call = getattr(request.node, "callspec", None)
+    if call is None or call.params.get("device_rows") != "captured":
+        yield
+        return
+    monkeypatch.setattr("sgl_omni.engine.device_runner.can_capture", lambda device: True)
+    monkeypatch.setattr("sgl_omni.engine.device_runner.StepGraphs", RunAgain)
+    before = RunAgain.replays
+    yield
+    assert RunAgain.replays > before, "no step ran as a graph"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import churn, one_thread
+from engine_fixtures import captured_steps, churn, one_thread
 
-__all__ = ["churn", "one_thread"]
+__all__ = ["captured_steps", "churn", "one_thread"]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_qwen3_omni
 import torch
+from engine_fixtures import EVERY_RUNNER
 from tiny_qwen3_omni import AUDIO, EOS, GROUPS, TALKER_EOS, TALKER_VOCABULARY, TALKER_WIDTH, THINKER_WIDTH
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -48,9 +49,6 @@ def omni(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Omni:
     return Omni(reference, load_thinker(folder, kept_layers=[0, accept]), TalkerModel.load(folder))
 
 
-BOTH_RUNNERS = pytest.mark.parametrize("device_rows", [False, True], ids=["at-once", "ahead"])
-
-
 def thinker_engine(omni: Omni, device_rows: bool = False, **settings: Any) -> AutoregressiveEngine:
     inputs = InputSpec(vocab_sizes=(VOCABULARY,), hidden_size=THINKER_WIDTH, axes=3)
     task = TokenTask(inputs, eos_ids=[EOS], kept_layers=omni.thinker.kept_layers)
@@ -64,7 +62,7 @@ def talker_engine(omni: Omni, device_rows: bool = False, **settings: Any) -> Aut
     return AutoregressiveEngine.build(omni.talker, task, options, device_rows=device_rows)
 
 
-@BOTH_RUNNERS
+@EVERY_RUNNER
 @pytest.mark.parametrize("pool", [1024, 56])
 @pytest.mark.parametrize("chunk", [9, 2048])
 def test_the_thinker_says_what_generate_says(omni: Omni, churn: Any, pool: int, chunk: int, device_rows: bool) -> None:
@@ -83,7 +81,7 @@ def test_the_thinker_says_what_generate_says(omni: Omni, churn: Any, pool: int, 
     assert [seen[str(i)].result["token_ids"] for i in range(len(prompts))] == expected
 
 
-@BOTH_RUNNERS
+@EVERY_RUNNER
 @pytest.mark.parametrize("pool", [1024, 60])
 def test_the_thinker_goes_on_from_embeddings_at_positions_of_three_axes(
     omni: Omni, churn: Any, pool: int, device_rows: bool
@@ -158,7 +156,7 @@ def payload_of(speech: Speech) -> dict[str, Any]:
     return {"prompt_embeddings": speech.prompt, "max_frames": FRAMES, "repetition_penalty": speech.penalty}
 
 
-@BOTH_RUNNERS
+@EVERY_RUNNER
 @pytest.mark.parametrize("pool", [1024, 55, 45])
 @pytest.mark.parametrize("chunk", [6, 2048])
 def test_the_talker_speaks_what_generate_speaks(
@@ -173,7 +171,7 @@ def test_the_talker_speaks_what_generate_speaks(
     assert len({str(speech.codes) for speech in speeches}) == len(speeches)
 
 
-@BOTH_RUNNERS
+@EVERY_RUNNER
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("pool", [1024, 45])
 def test_the_talker_speaks_the_same_when_its_text_comes_piece_by_piece(
@@ -266,7 +264,7 @@ def test_the_talkers_rules_in_device_rows_decide_nothing_on_the_host(omni: Omni)
     assert added.shape == (5, TALKER_WIDTH)
 
 
-@BOTH_RUNNERS
+@EVERY_RUNNER
 def test_sampled_codes_depend_on_the_seed_alone(
     omni: Omni, speeches: list[Speech], churn: Any, device_rows: bool
 ) -> None:
@@ -304,7 +302,7 @@ CONVERSATIONS: dict[str, list[int]] = {
 }
 
 
-@BOTH_RUNNERS
+@EVERY_RUNNER
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 def test_thinker_and_talker_together_say_what_the_whole_model_says(
     omni: Omni, monkeypatch: pytest.MonkeyPatch, kind: str, device_rows: bool

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from engine_fixtures import EVERY_RUNNER
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgl_omni.engine.code_predictor import CodeSampling, greedy
@@ -39,7 +40,6 @@ GOLDENS = np.load(tiny.DATA / "goldens.npz")
 CASES: dict[str, dict[str, Any]] = json.loads((tiny.DATA / "cases.json").read_text())
 FRAMES = 24
 REQUEST: Any = SimpleNamespace(id="r", aborted=False)
-BOTH_RUNNERS = pytest.mark.parametrize("device_rows", [False, True], ids=["at-once", "ahead"])
 DRAWS = CodeSampling(temperature=0.9, top_k=50, top_p=1.0)
 
 ROWS_TOLERANCE, SPEAKER_TOLERANCE, AUDIO_TOLERANCE = 5e-6, 2e-5, 1e-6
@@ -110,7 +110,7 @@ def test_prompts_are_those_of_the_authors(models: dict[str, Tiny], name: str) ->
     assert request.inputs.count in (len(trailing), len(trailing) - 1)
 
 
-@BOTH_RUNNERS
+@EVERY_RUNNER
 @pytest.mark.parametrize("is_small", [False, True])
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_frames_are_those_of_the_authors(
@@ -216,7 +216,7 @@ def test_parts_of_mimi_are_found_under_either_layout() -> None:
         assert name_on_disk(name) == name
 
 
-@BOTH_RUNNERS
+@EVERY_RUNNER
 def test_sampled_frames_depend_on_the_seed_alone(models: dict[str, Tiny], churn: Any, device_rows: bool) -> None:
     names = ["clone", "clone by speaker"]
     options = {"temperature": None, "top_k": 20}

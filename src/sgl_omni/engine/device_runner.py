@@ -16,7 +16,8 @@ from torch import Tensor
 from sgl_omni.engine.cross_attention import SourcePool
 from sgl_omni.engine.device_rows import DeviceRows
 from sgl_omni.engine.device_step import DeviceStep, StepInputs, StepOutput, step_size
-from sgl_omni.engine.graphs import StepGraphs, bucket_rows
+from sgl_omni.engine.given_rows import GivenRows
+from sgl_omni.engine.graphs import StepGraphs, bucket_rows, can_capture
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.launched import Launched, OutputBuffer, StepTimes, WantedHidden
 from sgl_omni.engine.model import StepModel
@@ -99,10 +100,11 @@ class DeviceRunner:
         self._last: _Pass | None = None
         self._repeated = 0
         self._times = StepTimes()
+        self._graph_given: GivenRows | None = None
         self._graphs: StepGraphs | None = None
         self._output_graphs: StepGraphs | None = None
-        if graph_batch and on_gpu:
-            self._capture(bucket_rows(min(graph_batch, max_rows), graph_rows))
+        if graph_batch and can_capture(cache.device):
+            self._capture(bucket_rows(min(graph_batch, max_rows), graph_rows), takes_inputs)
 
     @property
     def graphs(self) -> StepGraphs | None:
@@ -189,7 +191,8 @@ class DeviceRunner:
     ) -> Launched:
         total = len(decodes) + sum(chunk.length for chunk in prompts)
         more = gather_given(len(decodes), prompts, self._axes, self._device)
-        bucket = self._graphs.bucket_for(total) if self._graphs is not None and more is None else None
+        captured = more is None or (self._graph_given is not None and more.between is None)
+        bucket = self._graphs.bucket_for(total) if self._graphs is not None and captured else None
         n = bucket or total
         s = min(n, self._max_rows) if bucket else len(owners)
         flat = describe(decodes, prompts, n, s, columns=self._columns, padding=self._rows.padding)
@@ -198,6 +201,8 @@ class DeviceRunner:
         wanted = WantedHidden.of([*decodes, *prompts], self._device) if self._hands_hidden else None
         if bucket is not None:
             self._graph_inputs[: len(flat)].copy_(to_device(flat, self._device), non_blocking=True)
+            if self._graph_given is not None:
+                self._graph_given.put(more)
             inputs = StepInputs.of(self._graph_inputs, n, self._columns, s)
             output = StepOutput(self._graph_chosen[: len(owners)], self._graph_hidden)
             self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, wanted, bucket, output)
@@ -226,7 +231,7 @@ class DeviceRunner:
         self._times.steps += 1
         hidden = None if wanted is None else output.hidden[wanted.at]
         if not self._buffers:
-            return Launched(owners, output.ids.numpy(), None, self._times, self._model, wanted, hidden)
+            return Launched(owners, output.ids.numpy().copy(), None, self._times, self._model, wanted, hidden)
         self._turn = (self._turn + 1) % _BUFFERS
         buffer = self._buffers[self._turn]
         rows = buffer.copy(output.ids)
@@ -238,17 +243,20 @@ class DeviceRunner:
         return Launched(owners, rows, buffer.event, self._times, self._model, wanted, hidden)
 
     @torch.inference_mode()
-    def _capture(self, buckets: Sequence[int]) -> None:
+    def _capture(self, buckets: Sequence[int], takes_inputs: bool) -> None:
+        """``takes_inputs``: prompts are embeddings as a rule, and no less to be captured than those of ids."""
         largest = max(buckets)
         size = step_size(largest, self._columns, self._max_rows)
         self._graph_inputs = torch.zeros(size, dtype=torch.int64, device=self._device)
         self._graph_chosen = torch.zeros(self._max_rows, self._columns, dtype=torch.int64, device=self._device)
         self._graph_hidden = torch.empty(0, device=self._device)
+        given = self._graph_given = GivenRows(largest, self._axes, _inputs_like(self._model)) if takes_inputs else None
 
         def step(n: int, *, outputs_only: bool = False) -> None:
             s = min(n, self._max_rows)
             inputs = StepInputs.of(self._graph_inputs, n, self._columns, s)
-            output = self._step(inputs, outputs_only=outputs_only)
+            brought = None if given is None or outputs_only else given.of(n)
+            output = self._step(inputs, given=brought, outputs_only=outputs_only)
             self._graph_chosen[:s] = output.ids
             if self._hands_hidden:
                 if not len(self._graph_hidden):  # the first is the largest, and not captured yet

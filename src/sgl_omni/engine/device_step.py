@@ -13,7 +13,7 @@ from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.cross_attention import RowSourceAttend, SourcePool
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.device_rows import DeviceRows, Field
-from sgl_omni.engine.inserted import LayerRows
+from sgl_omni.engine.given_rows import GivenInputs
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.platform import for_kernels
@@ -47,22 +47,6 @@ class StepInputs:
 
 def step_size(n: int, columns: int, s: int) -> int:
     return n * (2 + columns) + 2 * s
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Given:
-    """What prompts bring besides ids: embeddings [m, hidden] for the rows ``at`` int64 [m]; positions of all rows.
-
-    ``added`` [k, hidden] for the rows ``added_at`` int64 [k]: what had arrived for outputs that are run again.
-    ``between``: what is added between layers.
-    """
-
-    at: Tensor | None = None
-    embeddings: Tensor | None = None
-    positions: Tensor | None = None
-    added_at: Tensor | None = None
-    added: Tensor | None = None
-    between: LayerRows | None = None
 
 
 class StepOutput(NamedTuple):
@@ -135,7 +119,7 @@ class DeviceStep:
         self,
         inputs: StepInputs,
         prompts: Sequence[tuple[int, int]] = (),
-        given: Given | None = None,
+        given: GivenInputs | None = None,
         *,
         outputs_only: bool = False,
     ) -> StepOutput:
@@ -152,11 +136,7 @@ class DeviceStep:
             x = self._rows.added.add(x, inputs.rows, inputs.given, fields, Field.STEP)
         rope = rope.expand(model.axes, -1)
         if given is not None:
-            if given.at is not None and given.embeddings is not None:
-                x = x.index_copy(0, given.at, given.embeddings.to(x.dtype))
-            if given.added_at is not None and given.added is not None:
-                x = x.index_add(0, given.added_at, given.added.to(x.dtype))
-            rope = rope if given.positions is None else torch.where(given.positions >= 0, given.positions, rope)
+            x, rope = given.into(x, rope)
         layout = RowLayout(positions, inputs.rows, tables, slots, prompts)
         attend: Attend = self._attention(self._cache, layout)
         if self._sources is not None:

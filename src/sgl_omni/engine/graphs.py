@@ -8,6 +8,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+
+def can_capture(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 StepOfRows = Callable[[int], None]
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgl_omni.engine.device_step import Given, step_size
-from sgl_omni.engine.inputs import added_rows
+from sgl_omni.engine.device_step import step_size
+from sgl_omni.engine.given_rows import Given
 from sgl_omni.engine.inserted import layer_rows
 from sgl_omni.engine.request import Chunk
+from sgl_omni.engine.row_memory import send, to_device
 
 _TILED_ROWS = 16
 """A prompt chunk of fewer rows is attended row by row."""
@@ -77,16 +78,15 @@ def gather_given(first: int, prompts: Sequence[Chunk], axes: int, device: torch.
         inputs, again = chunk.request.inputs, range(max(chunk.start, chunk.request.prompt_length), chunk.stop)
         if inputs is not None and again:
             added_places += range(at + again.start - chunk.start, at + chunk.length)
-            count = torch.tensor(inputs.count, device=inputs.rows.device)
-            steps = torch.tensor(again, device=inputs.rows.device) - chunk.request.prompt_length
-            added.append(added_rows(inputs.rows, count, steps))
+            steps = np.minimum(np.asarray(again) - chunk.request.prompt_length, inputs.count)
+            added.append(inputs.rows[to_device(steps, inputs.rows.device)])
         at += chunk.length
     return Given(
-        at=torch.tensor(places, device=device) if places else None,
-        embeddings=torch.cat([part.to(device) for part in parts]) if parts else None,
-        positions=positions.to(device),
-        added_at=torch.tensor(added_places, device=device) if added else None,
-        added=torch.cat([part.to(device) for part in added]) if added else None,
+        at=to_device(np.asarray(places), device) if places else None,
+        embeddings=torch.cat([send(part, device) for part in parts]) if parts else None,
+        positions=send(positions, device),
+        added_at=to_device(np.asarray(added_places), device) if added else None,
+        added=torch.cat([send(part, device) for part in added]) if added else None,
         between=layer_rows(prompts, device, first),
     )
 
