@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sgl_omni.engine.interface import EngineOutput
-from sgl_omni.errors import InvalidRequest, StartupError
+from sgl_omni.errors import InvalidRequest, NotFinite, StartupError
 from sgl_omni.runtime.stage import BatchStage, EngineStage, FunctionStage, Payload, Request, StreamStage
 
 
@@ -47,6 +47,8 @@ def obey(concurrency: int = 64) -> FunctionStage:
                 raise RuntimeError("the stage was told to raise")
             case "invalid":
                 raise InvalidRequest("the stage refuses this input", "input")
+            case "damaged":
+                raise NotFinite("the features are")
             case "sleep":
                 await asyncio.sleep(payload["seconds"])
             case "object":

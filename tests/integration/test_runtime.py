@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from plans import plan_of, stage
-from running import Start
+from running import Start, eventually
 from sgl_omni.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -344,6 +344,25 @@ async def test_an_exception_names_the_stage_and_the_server_goes_on(start: Start)
         await pipeline.submit({"do": "none"}).result()
     assert (await pipeline.submit({"do": "nothing"}).result())["c"]["trail"] == ["b", "c"]
     await assert_empty(pipeline)
+
+
+async def test_what_is_raised_on_purpose_is_logged_without_a_traceback(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = await start(chain("obey"))
+    for do, said in (("damaged", "the features are not all finite"), ("raise", "the stage was told to raise")):
+        with pytest.raises(StageFailed, match=said):
+            await pipeline.submit({"do": do}).result()
+    logged = ""
+
+    def is_told() -> bool:
+        nonlocal logged
+        logged += capfd.readouterr().err
+        return "RuntimeError: the stage was told to raise" in logged
+
+    await eventually(is_told, 10)
+    first, _, rest = logged.partition("the features are not all finite")
+    assert "Traceback" not in first and rest.count("Traceback") == 1
 
 
 async def test_a_failing_chunk_fails_the_request_and_frees_the_source(start: Start) -> None:

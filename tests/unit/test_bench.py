@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from io import BytesIO
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import fmean, median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,13 @@ import soundfile
 from python_multipart.multipart import parse_form
 
 from sgl_omni.bench.chat import ChatOptions, ChatStream
-from sgl_omni.bench.client import Record
+from sgl_omni.bench.client import Orders, Record
 from sgl_omni.bench.measure import (
     BenchError,
     Load,
     Sweep,
     percentiles,
+    run_client,
     summarise,
     summarise_chat,
     summarise_transcription,
@@ -179,6 +182,28 @@ def test_what_is_wrong_with_a_study_is_named(tmp_path: Path, text: str, names: s
     with pytest.raises(BenchError, match=r"s\.yaml") as refused:
         load_study(path)
     assert names in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("raise SystemExit('no route')", "ended with status 1: no route"),
+        ("print('[{')", "left 3 bytes, no record: .*; "),
+        ("", "left 0 bytes, no record: "),
+    ],
+)
+async def test_a_client_that_leaves_no_record_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, says: str
+) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f"#!{sys.executable}\n{program}\n")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr("sgl_omni.bench.measure.sys", SimpleNamespace(executable=str(interpreter)))
+    orders = Orders(
+        url="http://h:1", workload=Workload(("a",)), stream=0, begin=0.0, warmup=0.0, seconds=1.0, concurrency=1
+    )
+    with pytest.raises(BenchError, match=f"the client of http://h:1 {says}"):
+        await run_client(orders, None)
 
 
 def test_cores_are_numbers_and_ranges() -> None:

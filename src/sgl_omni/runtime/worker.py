@@ -378,7 +378,8 @@ class Worker:
         if not request.aborted:
             invalid = isinstance(error, InvalidRequest)
             if not invalid:
-                log.error("stage '%s' failed for request %s", request.stage, request.id, exc_info=error)
+                trace = None if isinstance(error, OmniError) else error  # what is raised on purpose says all
+                log.error("stage '%s' failed for request %s: %s", request.stage, request.id, error, exc_info=trace)
             text = describe(error)
             kind, param = ("invalid", error.param) if isinstance(error, InvalidRequest) else ("error", None)
             param = None if param is None else str(param)
