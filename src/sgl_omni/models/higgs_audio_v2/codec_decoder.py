@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,9 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sgl_omni.engine.checkpoint import Checkpoint
+from sgl_omni.engine.graphs import can_capture
 from sgl_omni.engine.platform import for_kernels
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
 from sgl_omni.models.higgs_audio_v2.codec_weights import CodecWeights
+
+if TYPE_CHECKING:
+    from sgl_omni.models.higgs_audio_v2.decoder_graphs import DecoderGraphs
 
 _OTHERS = ("acoustic_encoder.*", "encoder_semantic.*", "semantic_model.*", "fc.*", "quantizer.*.project_in.*")
 
@@ -29,6 +34,7 @@ class CodecDecoder:
         self._kernels = _kernels(decoder) if for_kernels(table) else None
         self._table = table
         self._bias = bias
+        self._graphs: DecoderGraphs | None = None
         self._offsets = torch.arange(spec.num_codebooks, device=table.device) * spec.codebook_size
 
     @classmethod
@@ -56,10 +62,7 @@ class CodecDecoder:
             ]
         table = torch.cat(added).float().to(device)
         bias = narrow.bias.detach().to(device)
-        found = cls(spec, decoder.eval().requires_grad_(False).to(device), table, bias)
-        if found._kernels is not None:  # they are compiled now, and not while somebody waits for the first sound
-            found.decode(torch.zeros(1, 1, spec.num_codebooks, dtype=torch.int64, device=device))
-        return found
+        return cls(spec, decoder.eval().requires_grad_(False).to(device), table, bias)
 
     @property
     def device(self) -> torch.device:
@@ -73,9 +76,12 @@ class CodecDecoder:
     def decode_pieces(self, pieces: Sequence[NDArray[np.int16]]) -> list[NDArray[np.float32]]:
         """Codes [frames, codebooks] of each -> its samples, float32 [frames * hop], about -1 to 1.
 
-        They are of one length unless ``takes_any_lengths``.
+        They are of one length unless ``takes_any_lengths``. For one thread at a time after ``capture``.
         """
         frames = [len(piece) for piece in pieces]
+        graphs = self._graphs
+        if graphs is not None and len(pieces) <= graphs.windows and max(frames) <= graphs.frames:
+            return graphs(pieces)
         codes = np.zeros((len(pieces), max(frames), self.spec.num_codebooks), np.int64)
         for row, piece in zip(codes, pieces, strict=True):
             row[: len(piece)] = piece
@@ -89,14 +95,28 @@ class CodecDecoder:
         ``frames``: how many there are in each row, where not all; samples behind these are anything.
         Raises ``ValueError`` for rows of different lengths unless ``takes_any_lengths``.
         """
-        latent = F.embedding(codes + self._offsets, self._table).sum(-2) + self._bias
         lengths = [codes.shape[1]] * codes.shape[0] if frames is None else frames
         if self._kernels is not None:
-            return self._kernels(latent, torch.tensor(lengths, dtype=torch.int32, device=self.device))
+            return self._by_kernels(codes, torch.tensor(lengths, dtype=torch.int32, device=self.device))
         if set(lengths) != {codes.shape[1]}:
             raise ValueError(f"rows of {sorted(set(lengths))} frames cannot be decoded together")
-        audio: Tensor = self._decoder(latent.transpose(1, 2))
+        audio: Tensor = self._decoder(self._latent(codes).transpose(1, 2))
         return audio[:, 0]
+
+    def capture(self, windows: int, frames: int) -> None:
+        """On a GPU, takes what ``decode_pieces`` does to up to so many pieces of up to so many frames into graphs."""
+        if self._kernels is not None and can_capture(self.device):
+            from sgl_omni.models.higgs_audio_v2.decoder_graphs import DecoderGraphs
+
+            sizes = {"windows": windows, "frames": frames, "codebooks": self.spec.num_codebooks}
+            self._graphs = DecoderGraphs(self._by_kernels, device=self.device, **sizes)
+
+    def _by_kernels(self, codes: Tensor, lengths: Tensor) -> Tensor:
+        assert self._kernels is not None
+        return self._kernels(self._latent(codes), lengths)
+
+    def _latent(self, codes: Tensor) -> Tensor:
+        return F.embedding(codes + self._offsets, self._table).sum(-2) + self._bias
 
 
 def _kernels(decoder: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_omni.models.defaults import most_streams
 from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.higgs_tts.checkpoint import HiggsCheckpoint
-from sgl_omni.models.higgs_tts.cuts import frames_wanted
+from sgl_omni.models.higgs_tts.cuts import CHUNK_FRAMES, frames_wanted
 from sgl_omni.models.higgs_tts.preprocess import SpeechPreprocessor
 from sgl_omni.models.higgs_tts.prompts import ChatPrompts, PromptWriter, TaggedPrompts
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, Stage
@@ -123,4 +123,6 @@ def create_vocoder(
     decoder = CodecDecoder.load(
         checkpoint.codec_folder, checkpoint.codec, prefix=checkpoint.codec_prefix, device=device
     )
-    return HiggsVocoder(decoder, num_threads, most_streams(max_batch, device))
+    streams, (before, after) = most_streams(max_batch, device), decoder.spec.context
+    decoder.capture(streams, before + CHUNK_FRAMES + after)
+    return HiggsVocoder(decoder, num_threads, streams)
