@@ -267,6 +267,15 @@ def test_a_gpus_kernels_decode_what_the_module_does(folder: Path) -> None:
     assert done.stdout.endswith("all checked\n"), done.stderr
 
 
+def test_a_budget_bounds_what_is_decoded_together(decoder: CodecDecoder) -> None:
+    published = CodecSpec.parse({}, "published")
+    assert published.decoding_bytes(80) == 80 * 960 * 32 * 14  # the last stage: 24 kHz, 32 channels
+    each, most = decoder.spec.decoding_bytes(80), 32
+    assert decoder.windows_within(10**6, 80, most) == 1
+    assert decoder.windows_within(10**12, 80, most) == most
+    assert 1 < decoder.windows_within(700 * 10**6 + 5 * each, 80, most) <= most
+
+
 def test_rows_of_different_lengths_are_no_batch_without_kernels(decoder: CodecDecoder) -> None:
     with pytest.raises(ValueError, match=r"rows of \[2, 3\] frames"):
         decoder.decode_pieces([codes(3)[0].numpy(), codes(2)[0].numpy()])

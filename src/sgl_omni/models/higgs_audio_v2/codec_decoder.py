@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,11 @@ from sgl_omni.models.higgs_audio_v2.codec_weights import CodecWeights
 
 if TYPE_CHECKING:
     from sgl_omni.models.higgs_audio_v2.decoder_graphs import DecoderGraphs
+
+log = logging.getLogger("sgl_omni.models")
+
+CONTEXT_BYTES = 600 * 10**6
+"""Of a process that has made a CUDA context and loaded its kernels."""
 
 _OTHERS = ("acoustic_encoder.*", "encoder_semantic.*", "semantic_model.*", "fc.*", "quantizer.*.project_in.*")
 
@@ -102,6 +108,15 @@ class CodecDecoder:
             raise ValueError(f"rows of {sorted(set(lengths))} frames cannot be decoded together")
         audio: Tensor = self._decoder(self._latent(codes).transpose(1, 2))
         return audio[:, 0]
+
+    def windows_within(self, budget_bytes: int, frames: int, most: int) -> int:
+        """How many windows of so many frames a GPU's process with that budget can decode together, ``most`` at most."""
+        weights = sum(p.nbytes for p in self._decoder.parameters()) + self._table.nbytes
+        left = budget_bytes - CONTEXT_BYTES - 3 * weights // 2  # the kernels have theirs, of half the size
+        windows = max(1, min(most, left // self.spec.decoding_bytes(frames)))
+        if windows < most:
+            log.info("chunks of %d requests are decoded together; %d would take more than the budget", windows, most)
+        return windows
 
     def capture(self, windows: int, frames: int) -> None:
         """On a GPU, takes what ``decode_pieces`` does to up to so many pieces of up to so many frames into graphs."""

@@ -121,6 +121,17 @@ class CodecSpec:
         """Of what the codebooks quantise."""
         return int(self.acoustic["hidden_size"]) + int(self.semantic["hidden_size"])
 
+    def decoding_bytes(self, frames: int) -> int:
+        """GPU memory that decoding a window of so many frames takes, activations in float16 and sums in float32.
+
+        Two layers' sums and three's activations are there at once, of the stage where they are largest.
+        """
+        width, longest, largest = int(self.acoustic["decoder_hidden_size"]), frames, 0
+        for i, stride in enumerate(self.upsampling):
+            longest *= stride
+            largest = max(largest, longest * (width >> (i + 1)))
+        return largest * (2 * 4 + 3 * 2)
+
     @property
     def context(self) -> tuple[int, int]:
         """Frames before and after a frame that its samples depend on."""

@@ -114,8 +114,9 @@ def create_vocoder(
     device: str = "cpu",
     num_threads: int = 1,
     max_batch: int | None = None,
+    budget_bytes: int | None = None,
 ) -> Stage:
-    """Codes to audio, at the asked speed; ``max_batch`` as `most_streams` says."""
+    """Codes to audio, at the asked speed; ``max_batch`` as `most_streams` says, and on a GPU what the budget holds."""
     from sgl_omni.models.higgs_audio_v2.codec_decoder import CodecDecoder
     from sgl_omni.models.higgs_tts.vocoder import HiggsVocoder
 
@@ -123,6 +124,9 @@ def create_vocoder(
     decoder = CodecDecoder.load(
         checkpoint.codec_folder, checkpoint.codec, prefix=checkpoint.codec_prefix, device=device
     )
-    streams, (before, after) = most_streams(max_batch, device), decoder.spec.context
-    decoder.capture(streams, before + CHUNK_FRAMES + after)
+    (before, after), streams = decoder.spec.context, most_streams(max_batch, device)
+    frames = before + CHUNK_FRAMES + after
+    if device != "cpu" and budget_bytes is not None:
+        streams = decoder.windows_within(budget_bytes, frames, streams)
+    decoder.capture(streams, frames)
     return HiggsVocoder(decoder, num_threads, streams)
