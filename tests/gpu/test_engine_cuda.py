@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from engine_kernels import (
+    CONVOLUTIONS,
     check_add_norm,
     check_added,
     check_attention,
     check_bits,
+    check_convolution,
     check_moe,
     check_places,
     check_sampling,
@@ -105,6 +107,13 @@ def test_experts(dtype: torch.dtype, rows: int, hidden: int) -> None:
     for experts, choices in ((4, 1), (16, 2), (64, 8)):
         off = check_moe("cuda", dtype, rows=rows, experts=experts, choices=choices, hidden=hidden)
         assert off < within, (experts, choices)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.float16, 1e-2)], ids=str)
+@pytest.mark.parametrize("which", range(len(CONVOLUTIONS)))
+def test_convolutions(dtype: torch.dtype, most: float, which: int) -> None:
+    module, inputs, length = CONVOLUTIONS[which]
+    assert check_convolution("cuda", dtype, module, inputs, length) < most
 
 
 @DTYPES
