@@ -47,7 +47,7 @@ class _Block(nn.Module):
         self.out = Linear(width, width)
         self.up, self.down = Linear(width, spec.inner_size), Linear(spec.inner_size, width)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         """x [n, places, width]; every place sees all."""
         normed = self.norm1(x)
         q, k, v = (part(normed).unflatten(-1, (self._heads, -1)) for part in (self.q, self.k, self.v))

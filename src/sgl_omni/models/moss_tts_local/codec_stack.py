@@ -59,7 +59,7 @@ class _Layer(nn.Module):
         self.scale1 = parameter(width) if spec.scaled else None
         self.scale2 = parameter(width) if spec.scaled else None
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kept: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, kept: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
         """x [batch, places, width], ``kept`` of this layer and whose ``rows`` of it these are; see ``_Transformer``."""
         width = (self._spec.width,)
         normed = F.layer_norm(x, width, self.norm1, self.norm1_bias, _NORM_EPS)
@@ -70,12 +70,12 @@ class _Layer(nn.Module):
         return x + (fed if self.scale2 is None else fed * self.scale2)
 
     def _attention(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], kept: Tensor, rows: Tensor, mask: Tensor
+        self, x: Tensor, rotation: Tensor, kept: Tensor, rows: Tensor, mask: Tensor
     ) -> Tensor:
         spec, (batch, places, _) = self._spec, x.shape
-        q, k, v = F.linear(x, self.qkv).view(batch, places, 3, spec.num_heads, spec.head_dim).unbind(2)
-        q, k = rotate_pairs(q, rotation), rotate_pairs(k, rotation)
-        known = torch.cat([kept[rows], torch.stack([k, v], 1).transpose(2, 3)], 3)
+        merged = F.linear(x, self.qkv).view(batch, places, 3 * spec.num_heads, spec.head_dim)
+        q, k = rotate_pairs(merged[:, :, : 2 * spec.num_heads], rotation).split(spec.num_heads, 2)
+        known = torch.cat([kept[rows], torch.stack([k, merged[:, :, -spec.num_heads :]], 1).transpose(2, 3)], 3)
         mixed = F.scaled_dot_product_attention(q.transpose(1, 2), known[:, 0], known[:, 1], mask)
         kept.index_copy_(0, rows, known[:, :, :, places:])
         return F.linear(mixed.transpose(1, 2).flatten(2), self.out)

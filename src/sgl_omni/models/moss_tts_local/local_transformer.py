@@ -59,12 +59,13 @@ class _Layer(nn.Module):
         self.up = _Linear(size, spec.intermediate_size)
         self.down = _Linear(spec.intermediate_size, size)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: FixedCache, start: int) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, cache: FixedCache, start: int) -> Tensor:
         """x [n, count, hidden]: places ``start`` to ``start + count`` of n frames."""
         n, count, _ = x.shape
-        parts = self.qkv(self.attention_norm(x)).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in parts)
-        q, k = rotate_pairs(q, rotation), rotate_pairs(k, rotation)
+        merged = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self._head_dim))
+        heads = merged.shape[2] // 3
+        q, k = rotate_pairs(merged[:, :, : 2 * heads], rotation).split(heads, 2)
+        v = merged[:, :, 2 * heads :]
         attend = cache.at(start, count)
         mixed = attend(self._index, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
         x = x + self.out(mixed.reshape(n, count, -1))
