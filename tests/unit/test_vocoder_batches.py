@@ -23,6 +23,7 @@ from sgl_omni.models.csm.vocoder import CsmVocoder
 from sgl_omni.models.qwen3_tts import codec as qwen3
 from sgl_omni.models.qwen3_tts.stages import create_vocoder as create_qwen3_tts
 from sgl_omni.models.qwen3_tts.vocoder import Vocoder
+from sgl_omni.models.rehearsal import rehearsed
 
 pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).parents[1]))
@@ -52,6 +53,17 @@ class Codec:
     def alone(self, codes: np.ndarray) -> np.ndarray:
         """All frames at once, and nobody else."""
         return np.asarray(self.decode([codes], [self.decoder.open()])[0])
+
+
+@FAMILIES
+def test_a_rehearsal_leaves_no_stream(codecs: dict[str, Codec], family: str) -> None:
+    vocoder = (
+        Vocoder(codecs[family].decoder, 24_000, max_batch=4)
+        if family == "qwen3_tts"
+        else CsmVocoder(codecs[family].decoder, HandOver(2, 12), max_batch=4)
+    )
+    assert rehearsed(vocoder, "cuda:0", codecs[family].books) is vocoder
+    assert vocoder._decode._callers == 0
 
 
 @pytest.fixture(scope="module")

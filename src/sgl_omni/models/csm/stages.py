@@ -68,7 +68,9 @@ def create_vocoder(
     from sgl_omni.engine.task import HandOver
     from sgl_omni.models.csm.codec import CodecDecoder
     from sgl_omni.models.csm.vocoder import CsmVocoder
+    from sgl_omni.models.rehearsal import rehearsed
 
     most = most_streams(max_batch, device)
     codec = CodecDecoder.load(find_folder(model_path), device)
-    return CsmVocoder(codec, HandOver(FIRST_FRAMES, THEN_FRAMES), num_threads, most)
+    vocoder = CsmVocoder(codec, HandOver(FIRST_FRAMES, THEN_FRAMES), num_threads, most)
+    return rehearsed(vocoder, device, codec.num_codebooks)

@@ -119,6 +119,7 @@ def create_vocoder(
     """Codes to audio, at the asked speed; ``max_batch`` as `most_streams` says, and on a GPU what the budget holds."""
     from sgl_omni.models.higgs_audio_v2.codec_decoder import CodecDecoder
     from sgl_omni.models.higgs_tts.vocoder import HiggsVocoder
+    from sgl_omni.models.rehearsal import rehearsed
 
     checkpoint = HiggsCheckpoint.load(model_path)
     decoder = CodecDecoder.load(
@@ -129,4 +130,4 @@ def create_vocoder(
     if device != "cpu" and budget_bytes is not None:
         streams = decoder.windows_within(budget_bytes, frames, streams)
     decoder.capture(streams, frames)
-    return HiggsVocoder(decoder, num_threads, streams)
+    return rehearsed(HiggsVocoder(decoder, num_threads, streams), device, decoder.spec.num_codebooks)

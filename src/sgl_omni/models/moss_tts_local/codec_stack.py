@@ -69,9 +69,7 @@ class _Layer(nn.Module):
         fed = F.linear(inner, self.down)
         return x + (fed if self.scale2 is None else fed * self.scale2)
 
-    def _attention(
-        self, x: Tensor, rotation: Tensor, kept: Tensor, rows: Tensor, mask: Tensor
-    ) -> Tensor:
+    def _attention(self, x: Tensor, rotation: Tensor, kept: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
         spec, (batch, places, _) = self._spec, x.shape
         merged = F.linear(x, self.qkv).view(batch, places, 3 * spec.num_heads, spec.head_dim)
         q, k = rotate_pairs(merged[:, :, : 2 * spec.num_heads], rotation).split(spec.num_heads, 2)

@@ -76,8 +76,10 @@ def create_vocoder(
     from sgl_omni.engine.task import HandOver
     from sgl_omni.models.moss_tts_local.codec import CodecDecoder
     from sgl_omni.models.moss_tts_local.vocoder import MossVocoder
+    from sgl_omni.models.rehearsal import rehearsed
 
     folder = find_folder(model_path)
     books = read_json(folder)["n_vq"]
     codec = CodecDecoder.load(codec_folder(folder), books, device, dtype_of(dtype, device))
-    return MossVocoder(codec, books, HandOver(FIRST_FRAMES, THEN_FRAMES), most_streams(max_batch, device))
+    vocoder = MossVocoder(codec, books, HandOver(FIRST_FRAMES, THEN_FRAMES), most_streams(max_batch, device))
+    return rehearsed(vocoder, device, books)

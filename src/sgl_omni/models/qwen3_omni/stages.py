@@ -162,9 +162,11 @@ def create_code2wav(
 ) -> StreamStage[Any]:
     """Codec frames to audio at 24 kHz, the first after ``first_frames``, then more and more up to ``chunk_frames``."""
     from sgl_omni.models.qwen3_omni.code2wav import Code2Wav, Cuts, Vocoder
+    from sgl_omni.models.rehearsal import rehearsed
 
     cuts = Cuts(first=first_frames, most=chunk_frames, context=context_frames)
-    return Code2Wav(Vocoder(find_folder(model_path), device, dtype_of(dtype, device)), cuts, max_batch)
+    vocoder = Vocoder(find_folder(model_path), device, dtype_of(dtype, device))
+    return rehearsed(Code2Wav(vocoder, cuts, max_batch), device, vocoder.codebooks)
 
 
 def route_to_encoders(request_id: str, payload: Payload) -> list[str]:

@@ -71,9 +71,11 @@ def create_vocoder(
     """Codec frames to audio, at the asked speed; ``max_batch`` as `most_streams` says."""
     from sgl_omni.models.qwen3_tts.codec import CodecDecoder
     from sgl_omni.models.qwen3_tts.vocoder import Vocoder
+    from sgl_omni.models.rehearsal import rehearsed
 
     facts, most = ModelFacts.load(model_path), most_streams(max_batch, device)
-    return Vocoder(CodecDecoder.load(facts.folder / SPEECH_TOKENIZER, device), facts.sample_rate, num_threads, most)
+    codec = CodecDecoder.load(facts.folder / SPEECH_TOKENIZER, device)
+    return rehearsed(Vocoder(codec, facts.sample_rate, num_threads, most), device, codec.num_codes)
 
 
 def _dtype(name: str | None, device: str) -> torch.dtype:
