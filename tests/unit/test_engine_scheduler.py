@@ -382,8 +382,12 @@ def test_shared_prompts_are_computed_once_and_forgotten_when_room_is_needed() ->
 def test_a_request_larger_than_the_pool_is_refused_at_once_and_alone() -> None:
     bench = Bench(pages=4, page_size=4)
     bench.add("fits exactly", [1] * 10, 7)
-    with pytest.raises(InvalidRequest, match="need up to 17 positions; the KV pool has 16"):
+    with pytest.raises(InvalidRequest, match="need up to 17 positions; the KV pool has 16") as refused:
         bench.add("too large", [1] * 10, 8)
+    assert refused.value.param == "max_new_tokens"
+    with pytest.raises(InvalidRequest, match="need up to 17 positions; the KV pool has 16") as refused:
+        bench.add("too long by its prompt alone", [1] * 17, 1)
+    assert refused.value.param is None
     bench.finish()
     assert bench.results == {"fits exactly": solo([1] * 10, 7)}
     bench.assert_empty()
@@ -392,8 +396,12 @@ def test_a_request_larger_than_the_pool_is_refused_at_once_and_alone() -> None:
 def test_a_request_longer_than_the_model_can_attend_over_is_refused() -> None:
     bench = Bench(pages=100, page_size=1, max_positions=20)
     bench.add("fits", [1] * 10, 11)
-    with pytest.raises(InvalidRequest, match="need up to 21 positions; the model has 20"):
+    with pytest.raises(InvalidRequest, match="need up to 21 positions; the model has 20") as refused:
         bench.add("too long", [1] * 10, 12)
+    assert refused.value.param == "max_new_tokens"
+    with pytest.raises(InvalidRequest, match="need up to 22 positions; the model has 20") as refused:
+        bench.add("too long by its prompt alone", [1] * 21, 2)
+    assert refused.value.param is None
 
 
 class Recited(TokenTask):

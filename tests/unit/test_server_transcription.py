@@ -279,7 +279,8 @@ async def test_what_is_no_form_is_refused(asgi: httpx.AsyncClient, backend: Fake
     assert (await asgi.post(address, json={"model": "ears"})).status_code == 415
     assert (await asgi.post(address)).status_code == 415
     broken = {"content-type": "multipart/form-data"}
-    assert (await asgi.post(address, content=b"--x\r\n", headers=broken)).status_code == 400
+    response = await asgi.post(address, content=b"--x\r\n", headers=broken)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
     cut = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nea'
     response = await asgi.post(address, content=cut, headers={"content-type": "multipart/form-data; boundary=x"})
     assert response.status_code == 400

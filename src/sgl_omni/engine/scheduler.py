@@ -112,17 +112,20 @@ class Scheduler:
             self._find_keys(request)
 
     def _check(self, request: Request) -> None:
+        """Where the prompt alone is too long, no parameter of the request is: its text, or what stands for it, is."""
+        room = min(self._pool.capacity, self._limits.max_positions or self._pool.capacity)
+        param = "max_new_tokens" if request.prompt_length <= room else None
         if request.longest > self._pool.capacity:
             raise InvalidRequest(
                 f"the prompt and its outputs need up to {request.longest} positions; the KV pool has "
                 f"{self._pool.capacity}",
-                param="max_new_tokens",
+                param=param,
             )
         limit = self._limits.max_positions
         if limit is not None and request.end_position > limit:
             raise InvalidRequest(
                 f"the prompt and its outputs need up to {request.end_position} positions; the model has {limit}",
-                param="max_new_tokens",
+                param=param,
             )
 
     def abort(self, request_id: str) -> Sequence[Request]:

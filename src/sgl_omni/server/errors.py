@@ -59,6 +59,7 @@ STATUS: tuple[tuple[type[OmniError], int], ...] = (
 )
 
 HTTP_CODES = {
+    400: InvalidRequest.code,
     404: "not_found",
     408: "request_timeout",
     405: "method_not_allowed",

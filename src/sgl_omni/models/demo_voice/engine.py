@@ -43,7 +43,7 @@ class DemoVoiceEngine(AutoregressiveEngine):
         self._num_threads = num_threads
         spec = model.spec
         cache = KVCache(model.kv_shape, max_running_requests, spec.longest_sequence, model.device)
-        pool = PagePool(max_running_requests, spec.longest_sequence)
+        pool = PagePool(max_running_requests, spec.longest_sequence, spec.kv_bytes_per_token)
         super().__init__(
             SpeechTask(spec, right_context),
             ModelRunner(model, cache, group_rows=_independent_group(model, group_rows)),
