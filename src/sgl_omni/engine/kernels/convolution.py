@@ -19,9 +19,10 @@ _LARGEST_HALF = 65504.0
 @triton.jit
 def _sin(x):
     """Of what is left of ``x`` within a quarter turn of a whole half, which has the same square: by its series there,
-    to 6e-8."""
+    to 6e-8. Of numbers beyond a million something between -1 and 1."""
     turns = tl.floor(x * 0.3183098861837907 + 0.5)
     x = x - turns * 3.140625 - turns * 9.676535897932795e-4
+    x = tl.minimum(tl.maximum(x, -1.5707963267948966), 1.5707963267948966)
     s = x * x
     return x * (1.0 + s * (-1 / 6 + s * (1 / 120 + s * (-1 / 5040 + s * (1 / 362880 + s * (-1 / 39916800))))))
 
@@ -129,11 +130,12 @@ class Snake:
 class Convolution:
     """A convolution, or a transposed one, of [batch, time, inputs].
 
-    ``lengths`` int32 [batch]: what is behind ``lengths[i] * scale`` is not there for row i, and not written.
-
     ``weight`` [taps, stride * outputs, inputs]: for each input step ``stride`` output steps of ``outputs`` channels, of
     which the first ``crop`` are left away. ``left``: how many input steps before its own the first tap looks. Factors
     are of the weight's type, float16 or float32; sums are float32.
+
+    Of row i the first ``lengths[i] * scale`` steps of the input are there, and what they lead to is written, no more;
+    ``lengths`` int32 [batch].
     """
 
     weight: Tensor
