@@ -19,8 +19,10 @@ from tiny_checkpoints import BUILDERS
 from sgl_omni.engine.headers import read_headers
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models import folder as models_folder
+from sgl_omni.models import tokens
 from sgl_omni.models.numbers import check_id, check_numbers
 from sgl_omni.models.registry import PipelineRegistry, tasks_of
+from sgl_omni.text.template import try_template
 
 ABSENT = object()
 VALUES = (0, -1, "x", None, 1e30, [], ABSENT)
@@ -95,8 +97,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(autouse=True)
-def _weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def _weights_and_templates_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models_folder, "read_headers", cache(read_headers))
+    tried = cache(try_template)
+    monkeypatch.setattr(tokens, "try_template", lambda folder, messages: tried(folder))
 
 
 @pytest.mark.parametrize("family", BUILDERS)
