@@ -20,6 +20,7 @@ from sgl_omni.engine.headers import read_headers
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models import folder as models_folder
 from sgl_omni.models import tokens
+from sgl_omni.models.fields import check_kinds
 from sgl_omni.models.numbers import check_id, check_numbers
 from sgl_omni.models.registry import PipelineRegistry, tasks_of
 from sgl_omni.text.template import try_template
@@ -196,6 +197,7 @@ def test_the_first_number_that_cannot_be_is_named(config: dict[str, Any], said: 
 def test_what_published_checkpoints_say_passes(family: str) -> None:
     for path, config in REAL_SIZES[family](None, False).items():
         check_numbers(config, Path(path))
+        check_kinds(config, Path(path))
 
 
 @pytest.mark.parametrize(
@@ -212,6 +214,7 @@ def test_what_transformers_writes_by_default_passes(name: str) -> None:
     config = json.loads(getattr(transformers, name)().to_json_string(use_diff=False))
     assert len(config) > 10
     check_numbers(config, Path("config.json"))
+    check_kinds(config, Path("config.json"))
 
 
 def test_what_may_be_null_empty_or_unknown_passes() -> None:
