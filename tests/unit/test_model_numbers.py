@@ -19,8 +19,11 @@ from tiny_checkpoints import BUILDERS
 from sgl_omni.engine.headers import read_headers
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models import folder as models_folder
+from sgl_omni.models import tokens
+from sgl_omni.models.fields import check_kinds
 from sgl_omni.models.numbers import check_id, check_numbers
 from sgl_omni.models.registry import PipelineRegistry, tasks_of
+from sgl_omni.text.template import try_template
 
 ABSENT = object()
 VALUES = (0, -1, "x", None, 1e30, [], ABSENT)
@@ -95,8 +98,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(autouse=True)
-def _weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def _weights_and_templates_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models_folder, "read_headers", cache(read_headers))
+    tried = cache(try_template)
+    monkeypatch.setattr(tokens, "try_template", lambda folder, messages: tried(folder))
 
 
 @pytest.mark.parametrize("family", BUILDERS)
@@ -161,7 +166,10 @@ def test_no_rate_stride_or_width_of_a_codec_is_taken_as_it_comes(
     ("config", "said"),
     [
         ({"hop_length": True}, "hop_length is True, no whole number above 0"),
-        ({"rate": {"sampling_rate": 2.5}}, "rate.sampling_rate is 2.5, no whole number above 0"),
+        ({"rate": {"sampling_rate": 24000.5}}, "rate.sampling_rate is 24000.5, no whole number of 4000 or more"),
+        ({"output_sample_rate": 7}, "output_sample_rate is 7, no whole number of 4000 or more"),
+        ({"hidden_size": {}}, "hidden_size is {}, no whole number above 0"),
+        ({"padding_value": "x"}, "padding_value is 'x', no number"),
         ({"layers": [{"num_heads": 0}]}, "layers.0.num_heads is 0, no whole number above 0"),
         ({"strides": [2, 0]}, "strides.1 is 0, no whole number above 0"),
         ({"strides": 2}, "strides is 2, no list of numbers"),
@@ -169,7 +177,8 @@ def test_no_rate_stride_or_width_of_a_codec_is_taken_as_it_comes(
         ({"channel_ratios": [1, "x"]}, "channel_ratios.1 is 'x', no number above 0"),
         ({"rope_theta": float("nan")}, "rope_theta is nan, no number above 0"),
         ({"rope_theta": float("inf")}, "rope_theta is inf, more than"),
-        ({"sampling_rate": 1 << 50}, "sampling_rate is 1125899906842624, more than 1.09951e+12"),
+        ({"sampling_rate": 1 << 50}, "sampling_rate is 1125899906842624, more than 192000"),
+        ({"hop_length": 1 << 50}, "hop_length is 1125899906842624, more than 1.09951e+12"),
         ({"sampling_rate": None}, "sampling_rate is null, no number"),
         ({"codec_config": {"compress": None}}, "codec_config.compress is null, no number"),
         ({"talker_top_k": -2}, "talker_top_k is -2, no whole number of -1 or more"),
@@ -188,6 +197,7 @@ def test_the_first_number_that_cannot_be_is_named(config: dict[str, Any], said: 
 def test_what_published_checkpoints_say_passes(family: str) -> None:
     for path, config in REAL_SIZES[family](None, False).items():
         check_numbers(config, Path(path))
+        check_kinds(config, Path(path))
 
 
 @pytest.mark.parametrize(
@@ -204,6 +214,7 @@ def test_what_transformers_writes_by_default_passes(name: str) -> None:
     config = json.loads(getattr(transformers, name)().to_json_string(use_diff=False))
     assert len(config) > 10
     check_numbers(config, Path("config.json"))
+    check_kinds(config, Path("config.json"))
 
 
 def test_what_may_be_null_empty_or_unknown_passes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.text.stops import StopFinder
-from sgl_omni.text.template import TemplateFailed, check_template
+from sgl_omni.text.template import QUESTION, ChatTemplate, TemplateFailed, check_template, try_template
 from sgl_omni.text.tokenizer import Detokenizer, TextTokenizer
 
 pytest.importorskip("transformers")
@@ -190,6 +191,59 @@ def test_templates_that_can_be_read_pass(tmp_path: Path) -> None:
     for_training = "{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% break %}{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(for_training)
     check_template(tmp_path)
+
+
+NESTED = (
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}" + "{% endfor %}" * 2
+)
+DOUBLED = "{% set n = namespace(a='12345678') %}{% for i in range(60) %}{% set n.a = n.a ~ n.a %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (NESTED, "does not end; it was stopped after computing for 5 s on a plain question"),
+        ("{% for i in range(999999999) %}{{ i }}{% endfor %}", "makes too much of a plain question"),
+        ("{{ 'x' * 1000000000000 }}", "makes too much of a plain question"),
+        ("{{ 'x' * 2000000 }}", "makes too much of a plain question: more than 1048576 characters"),
+        (DOUBLED, "makes too much of a plain question"),
+    ],
+)
+def test_a_template_without_end_is_stopped_and_named(template: str, said: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(StartupError) as caught:
+        ChatTemplate(template, Path("/m/chat_template.jinja")).tried({"messages": QUESTION})
+    assert str(caught.value).startswith(f"/m/chat_template.jinja: chat_template {said}")
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('the system speaks first') }}",
+        "{{ messages[0].content + 3 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_what_a_template_fails_at_or_refuses_is_told_by_who_renders_it(template: str) -> None:
+    assert ChatTemplate(template, Path("t")).tried({"messages": QUESTION}) is None
+
+
+def test_a_template_is_tried_as_transformers_renders_it(tmp_path: Path) -> None:
+    template = (
+        "{{ bos_token }}{% for turn in messages %}{{ turn | tojson }}{% generation %}{{ turn.role }}{% endgeneration %}"
+        "{% break %}{% endfor %}{% if add_generation_prompt and not tools %}{{ strftime_now('%%') }} é{% endif %}\n"
+    )
+    found = with_template(tmp_path, template)
+    assert try_template(tmp_path) == found.chat(QUESTION)
+    assert try_template(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("value", [5, [], {}, [5], {"tool_use": "x"}, [{"name": "default"}], {"default": 5}])
+def test_a_template_that_is_no_text_is_named(tmp_path: Path, value: object) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    with pytest.raises(StartupError, match=r"tokenizer_config\.json lacks the field chat_template, or it is no text"):
+        check_template(tmp_path)
 
 
 @pytest.mark.parametrize("data", ["{", "[]", "{}", '{"chat_template": 3}'])

@@ -30,7 +30,7 @@ import tiny_whisper as tiny
 
 from sgl_omni.models.whisper.encoder import WhisperEncoder, WindowEncoding
 from sgl_omni.models.whisper.preprocess import WhisperPreprocessor
-from sgl_omni.models.whisper.stages import create_engine, create_preprocessing
+from sgl_omni.models.whisper.stages import create_engine
 from sgl_omni.models.whisper.text import WhisperText, cut_at_timestamps
 from sgl_omni.text.tokenizer import TextTokenizer
 
@@ -315,8 +315,9 @@ def test_windows_of_another_length_are_refused(copy: Path) -> None:
     fields = json.loads((copy / "preprocessor_config.json").read_text())
     changed = {"chunk_length": 2, "n_samples": 2 * RATE, "nb_max_frames": 4 * tiny.FRAMES}
     (copy / "preprocessor_config.json").write_text(json.dumps(fields | changed))
-    with pytest.raises(StartupError, match="makes windows of 200 frames; the encoder takes 100"):
-        create_preprocessing(str(copy))
+    told = r"preprocessor_config\.json: chunk_length is 2, which makes windows of 200 frames; the encoder takes 100"
+    with pytest.raises(InvalidRequest, match=told):
+        WhisperPipelineConfig.tasks(str(copy))
 
 
 def test_the_pool_is_as_large_as_requests_need(checkpoint: tuple[Path, Any]) -> None:

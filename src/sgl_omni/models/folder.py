@@ -11,6 +11,7 @@ from sgl_omni.engine.headers import FLOATS, CheckpointError, Entry, check_shapes
 from sgl_omni.engine.shapes import Named
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.json_files import read_object
+from sgl_omni.models.fields import check_kinds
 from sgl_omni.models.numbers import check_ids, check_numbers
 from sgl_omni.text.template import check_template
 
@@ -52,9 +53,10 @@ def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 def read_sizes(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """A file of a model or codec whose numbers are then counted with. Raises ``InvalidRequest`` as ``read_json``
-    does, and where one is no number of its kind."""
+    does, and where a field is none of its kind."""
     config = read_json(folder, name)
     check_numbers(config, folder / name)
+    check_kinds(config, folder / name)
     return config
 
 

@@ -39,6 +39,8 @@ class _Kind:
 _SIZE = _Kind("whole number above 0")
 _COUNT = _Kind("whole number of 0 or more", 0)
 _REAL = _Kind("number above 0", 0, whole=False, above=True)
+_RATE = _Kind("whole number of 4000 or more", 4000, 192_000)
+"""Samples a second: below it there is no speech to hear, and above it no file or player for it."""
 _SHARE = _Kind("number of 0 or more", 0, whole=False)
 _PART = _Kind("number above 0 and at most 1", 0, 1, whole=False, above=True)
 _TOP_K = _Kind("whole number of -1 or more", -1)
@@ -66,7 +68,6 @@ _ONE: dict[str, _Kind] = {
             *("patch_size", "spatial_merge_size", "temporal_patch_size", "n_window", "n_window_infer"),
             *("conv_chunksize", "enc_dim", "mel_dim", "enc_attention_channels", "enc_res2net_scale", "enc_se_channels"),
             # codecs
-            *("sampling_rate", "sample_rate", "semantic_sample_rate", "output_sample_rate", "input_sample_rate"),
             *("downsample_rate", "downsample_factor", "decode_upsample_rate", "encode_downsample_rate"),
             *("audio_channels", "number_channels", "num_filters", "num_residual_layers", "kernel_size"),
             *("last_kernel_size", "residual_kernel_size", "unit_kernel_size", "compress", "dilation_growth_rate"),
@@ -99,7 +100,17 @@ _ONE: dict[str, _Kind] = {
         ),
         _REAL,
     ),
-    "temperature": _SHARE,
+    **dict.fromkeys(
+        (
+            *("temperature", "initializer_range", "init_std", "dropout", "attention_dropout", "activation_dropout"),
+            *("encoder_layerdrop", "decoder_layerdrop", "classifier_dropout", "dither"),
+        ),
+        _SHARE,
+    ),
+    **dict.fromkeys(
+        ("sampling_rate", "sample_rate", "semantic_sample_rate", "output_sample_rate", "input_sample_rate"), _RATE
+    ),
+    "padding_value": _Kind("number", -_MOST, whole=False),
     "top_p": _PART,
     "top_k": _TOP_K,
     "audio_tokenizer_config.patch_size": _Kind("whole number above 0, or -1 for none", -1),
@@ -148,8 +159,6 @@ def check_numbers(config: Mapping[str, Any], file: Path, within: str = "") -> No
         for i, part in enumerate(value if isinstance(value, list) else [value]):
             if isinstance(part, Mapping):
                 check_numbers(part, file, f"{at}.{i}." if isinstance(value, list) else f"{at}.")
-        if isinstance(value, Mapping):
-            continue
         if value is None:
             if _needs_number(name, around):
                 raise _wrong(file, at, value, "number")
@@ -161,14 +170,15 @@ def check_numbers(config: Mapping[str, Any], file: Path, within: str = "") -> No
             raise InvalidRequest(f"{file}: {at} is {value}, more than {_MOST_REPEATED}", param="model_path")
 
 
-def check_ids(config: Mapping[str, Any], fields: Collection[str], file: Path) -> None:
-    """Those of the dotted ``fields`` that are called an id and are there must be whole numbers of 0 or more."""
+def check_ids(config: Mapping[str, Any], fields: Collection[str], file: Path, size: int | None = None) -> None:
+    """Those of the dotted ``fields`` that are called an id and are there must be ids of a vocabulary of ``size``, or
+    without it whole numbers of 0 or more."""
     for field in fields:
         value: Any = config
         for part in field.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if _ID.search(field) and not isinstance(value, Mapping) and value is not None:
-            check_id(value, field, file)
+            check_id(value, field, file, size)
 
 
 def check_size(value: Any, field: str, file: Path) -> None:

@@ -27,6 +27,7 @@ class TextTokenizer:
     @classmethod
     def load(cls, folder: Path) -> TextTokenizer:
         """Raises ``StartupError`` that names the folder where it holds no tokenizer."""
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoTokenizer
 
         if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer_config.json")):
@@ -36,7 +37,10 @@ class TextTokenizer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare ones for a damaged file
-            raise StartupError(f"the tokenizer in {folder} cannot be read: {error}") from error
+            told = " ".join(str(error).split())
+            if isinstance(error, StrictDataclassError):  # transformers' config of the model, by which it is chosen
+                raise StartupError(f"{folder / 'config.json'} cannot be read: {told}") from error
+            raise StartupError(f"the tokenizer in {folder} cannot be read: {told}") from error
         if not tokenizer.chat_template and (template := find_template(folder)) is not None:
             tokenizer.chat_template = template.text
         return cls(tokenizer)
@@ -53,7 +57,7 @@ class TextTokenizer:
         try:
             return cls(PreTrainedTokenizerFast(tokenizer_file=str(file)))
         except Exception as error:  # tokenizers raises bare ones for a damaged file
-            raise StartupError(f"{file} cannot be read: {error}") from error
+            raise StartupError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
 
     def encode(self, text: str) -> list[int]:
         """Special tokens that the text spells are taken as such; none are added."""

@@ -11,9 +11,11 @@ from typing import Any
 
 from sgl_omni.engine.headers import FLOATS
 from sgl_omni.errors import InvalidRequest
+from sgl_omni.models.csm.prompt import TEXT_END
 from sgl_omni.models.csm.spec import CsmSpec, engine_shapes
 from sgl_omni.models.folder import check_folder, check_tensors, check_weights, find_folder, require
 from sgl_omni.models.mimi_shapes import mimi_shapes
+from sgl_omni.models.tokens import check_tokens
 
 ARCHITECTURE = "CsmForConditionalGeneration"
 SPEAKERS = tuple(map(str, range(10)))
@@ -80,6 +82,7 @@ def checked(model_path: str) -> dict[str, Any]:
         lambda: chain(engine_shapes(CsmSpec.parse(config), table), mimi_shapes(codec, "codec_model.")),
         parts=["codec_model."],
     )
+    check_tokens(folder, config, "text_vocab_size", [TEXT_END])
     return config
 
 

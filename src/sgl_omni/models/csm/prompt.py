@@ -13,7 +13,7 @@ from sgl_omni.text.tokenizer import TextTokenizer
 
 Codes = NDArray[np.int64]
 
-_TEXT_END = "<|end_of_text|>"
+TEXT_END = "<|end_of_text|>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class PromptWriter:
         """Raises ``StartupError`` where the tokenizer lacks the mark that ends a text."""
         self._spec = spec
         self._tokenizer = tokenizer
-        self._end_id = tokenizer.id_of(_TEXT_END)
+        self._end_id = tokenizer.id_of(TEXT_END)
 
     def rows(self, speaker: str, text: str, heard: Sequence[tuple[str, Codes]] = ()) -> Codes:
         """int64 [length, 1 + codebooks]; ``heard``: what was said before, as words and codes [frames, codebooks]."""

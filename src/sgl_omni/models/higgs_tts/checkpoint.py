@@ -23,8 +23,10 @@ from sgl_omni.models.higgs_audio_v2.codec_shapes import codec_shapes
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
 from sgl_omni.models.higgs_audio_v2.spec import HiggsSpec
 from sgl_omni.models.higgs_audio_v2.spec import engine_shapes as v2_shapes
+from sgl_omni.models.higgs_tts.prompts import SHORTEST, TaggedPrompts
 from sgl_omni.models.higgs_tts.spec import HiggsTts3Spec
 from sgl_omni.models.higgs_tts.spec import engine_shapes as v3_shapes
+from sgl_omni.models.tokens import check_chat, check_tokens
 
 V2 = "HiggsAudioV2ForConditionalGeneration"
 V3 = "HiggsMultimodalQwen3ForConditionalGeneration"
@@ -46,6 +48,11 @@ _V2_FIELDS = (
     "audio_stream_bos_id",
     "audio_stream_eos_id",
 )
+_V2_TOKENS = {
+    "audio_token_id": "<|AUDIO_OUT|>",
+    "audio_delay_token_id": "<|reserved_special_token_6|>",
+    "audio_bos_token_id": "<|audio_out_bos|>",
+}
 _V3_FIELDS = (
     "text_config.hidden_size",
     "text_config.num_hidden_layers",
@@ -113,6 +120,14 @@ class HiggsCheckpoint:
         names = check_weights(self.codec_folder).keys()
         parts = [f"{self.codec_prefix}{part}" for part in ("acoustic_decoder.", "acoustic_encoder.", "quantizer.")]
         check_tensors(self.codec_folder, lambda: codec_shapes(self.codec, self.codec_prefix, names), parts)
+
+    def check_tokens(self) -> None:
+        """Raises ``InvalidRequest`` that names what a prompt needs and the tokenizer lacks, or has as another id."""
+        if self.is_v2:
+            vocabulary = check_tokens(self.folder, self.config, "vocab_size", ids=_V2_TOKENS)
+            check_chat(self.folder, vocabulary, self.config["vocab_size"], "vocab_size", SHORTEST)
+        else:
+            check_tokens(self.folder, self.config, "text_config.vocab_size", TaggedPrompts.PARTS)
 
     def _check_codec(self) -> None:
         codec, codes = self.codec, self.codebook_size - 2

@@ -62,6 +62,7 @@ class HiggsTtsPipelineConfig(PipelineConfig):
 
         checkpoint = HiggsCheckpoint.load(model_path)
         checkpoint.check_tensors()
+        checkpoint.check_tokens()
         return Tasks(
             speech=SpeechTask(
                 voices=(),

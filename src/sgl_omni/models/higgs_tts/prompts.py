@@ -18,6 +18,9 @@ _PLACE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 
 Pieces = list[list[int]]
 
+SHORTEST = tuple({"role": role, "content": [{"type": "text", "text": "?"}]} for role in ("system", "scene", "user"))
+"""A conversation such as `ChatPrompts` makes."""
+
 
 class PromptWriter(Protocol):
     def pieces(self, text: str, transcripts: Sequence[str | None], instructions: str | None) -> Pieces:
@@ -96,9 +99,9 @@ class TaggedPrompts:
     A text may hold the model's control tokens, but none of those that give a prompt its parts.
     """
 
-    _PARTS = ("<|tts|>", "<|ref_audio|>", "<|text|>", "<|audio|>")
+    PARTS = ("<|tts|>", "<|ref_audio|>", "<|text|>", "<|audio|>")
     _RESERVED = (
-        *_PARTS,
+        *PARTS,
         "<|ref_text|>",
         "<|text_end|>",
         "<|audio_end|>",
@@ -112,7 +115,7 @@ class TaggedPrompts:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         """Raises ``StartupError`` where the vocabulary lacks a token that every prompt has."""
         self._tokenizer = tokenizer
-        self._tts, self._ref_audio, self._text, self._audio = (tokenizer.id_of(token) for token in self._PARTS)
+        self._tts, self._ref_audio, self._text, self._audio = (tokenizer.id_of(token) for token in self.PARTS)
         reserved = {token: _id_of(tokenizer, token) for token in self._RESERVED}
         self._reserved = {id: token for token, id in reserved.items() if id is not None}
         self._ref_text = reserved["<|ref_text|>"]

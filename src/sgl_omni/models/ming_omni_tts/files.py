@@ -9,7 +9,9 @@ from typing import Any
 from sgl_omni.engine.shapes import Named
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.folder import check_folder, check_tensors, find_folder, require
+from sgl_omni.models.ming_omni_tts import prompt
 from sgl_omni.models.ming_omni_tts.spec import MingSpec, engine_shapes, vae_shapes
+from sgl_omni.models.tokens import check_tokens
 
 ARCHITECTURE = "BailingMMNativeForConditionalGeneration"
 DENSE, EXPERTS = "dense", "bailingmm"
@@ -55,6 +57,8 @@ def checked(model_path: str) -> dict[str, Any]:
             param="model_path",
         )
     check_tensors(folder, lambda: _shapes(config))
+    marks = prompt.EXPERTS if config["model_type"] == EXPERTS else prompt.DENSE
+    check_tokens(folder, config, "llm_config.vocab_size", marks.tokens)
     return config
 
 

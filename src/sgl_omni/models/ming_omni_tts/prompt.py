@@ -29,6 +29,11 @@ class Marks:
     speaker: tuple[str, str, str]
     answer: tuple[str, ...]
 
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Of audio, of an end, and of a speaker's beginning and place."""
+        return ("<audio>", "<|endoftext|>", *self.speaker[:2])
+
 
 DENSE = Marks(
     user=("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", "<|im_start|>user\n"),
@@ -55,9 +60,7 @@ class PromptWriter:
         """Raises ``StartupError`` where the tokenizer lacks one of the prompt's marks."""
         self._tokenizer = tokenizer
         self._marks = marks
-        self._audio = tokenizer.id_of("<audio>")
-        self._speaker = [tokenizer.id_of(token) for token in marks.speaker[:2]]
-        self._end = tokenizer.id_of("<|endoftext|>")
+        self._audio, self._end, *self._speaker = (tokenizer.id_of(token) for token in marks.tokens)
 
     def write(
         self, text: str, *, spoken: str | None = None, hears_speaker: bool = False, instructions: str | None = None

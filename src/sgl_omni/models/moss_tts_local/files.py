@@ -10,6 +10,8 @@ from sgl_omni.models.folder import check_folder, check_tensors, check_weights, f
 from sgl_omni.models.moss_tts_local.codec_shapes import codec_shapes
 from sgl_omni.models.moss_tts_local.codec_spec import CodecSpec
 from sgl_omni.models.moss_tts_local.spec import MossSpec, engine_shapes
+from sgl_omni.models.numbers import check_ids
+from sgl_omni.models.tokens import check_tokens
 
 ARCHITECTURE = "MossTTSLocalModel"
 _CODEC_ID = "OpenMOSS-Team/MOSS-Audio-Tokenizer-v2"
@@ -25,6 +27,9 @@ _FIELDS = (
     "audio_user_slot_token_id",
     "audio_assistant_slot_token_id",
 )
+_SLOT = "audio_assistant_gen_slot_token_id"
+"""In place of the last, where it is there."""
+_TOKENS = {"im_start_token_id": "<|im_start|>", "im_end_token_id": "<|im_end|>"}
 
 
 def checked(model_path: str) -> dict[str, Any]:
@@ -44,6 +49,8 @@ def checked(model_path: str) -> dict[str, Any]:
             param="model_path",
         )
     check_tensors(folder, lambda: engine_shapes(MossSpec.parse(config)))
+    check_ids(config, (*_FIELDS, _SLOT), folder / "config.json", config["qwen3_config"]["vocab_size"])
+    check_tokens(folder, config, "qwen3_config.vocab_size", ids=_TOKENS)
     books, known = MossSpec.parse(config).num_codebooks, spec.quantizer.num_codebooks
     if books > known:
         raise InvalidRequest(

@@ -9,9 +9,11 @@ from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import Tasks, TranscriptionTask
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.shapes import causal_shapes
-from sgl_omni.models.folder import check_tensors
+from sgl_omni.models.folder import check_tensors, read_json
+from sgl_omni.models.qwen3_asr.prompt import SPECIALS
 from sgl_omni.models.qwen3_asr.spec import ARCHITECTURE, AsrSpec
 from sgl_omni.models.qwen3_omni.tower_shapes import audio_shapes
+from sgl_omni.models.tokens import check_tokens
 
 _STAGES = "sgl_omni.models.qwen3_asr.stages"
 
@@ -71,4 +73,7 @@ class Qwen3AsrPipelineConfig(PipelineConfig):
             ),
             parts=[spec.layout.tower],
         )
+        at = spec.layout.config
+        audio = {f"{at}audio_token_id": "<|audio_pad|>"}
+        check_tokens(spec.folder, read_json(spec.folder), f"{at}text_config.vocab_size", SPECIALS, audio)
         return Tasks(transcription=TranscriptionTask(languages=tuple(spec.languages), max_seconds=MAX_SECONDS))

@@ -12,7 +12,7 @@ from sgl_omni.text.tokenizer import TextTokenizer
 MARK = "<asr_text>"
 """Ends what an answer says about its language, and begins its text."""
 
-_SPECIALS = ("<|im_start|>", "<|im_end|>", "<|audio_start|>", "<|audio_end|>", MARK)
+SPECIALS = ("<|im_start|>", "<|im_end|>", "<|audio_start|>", "<|audio_end|>", MARK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class PromptWriter:
 
     def __init__(self, tokenizer: TextTokenizer, audio_id: int) -> None:
         """Raises ``StartupError`` where the vocabulary lacks one of the marks."""
-        for special in _SPECIALS:
+        for special in SPECIALS:
             tokenizer.id_of(special)
         self._tokenizer = tokenizer
         self._audio_id = audio_id

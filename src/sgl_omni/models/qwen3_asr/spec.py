@@ -11,6 +11,7 @@ from typing import Any
 from sgl_omni.engine.headers import FLOATS
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.folder import check_folder, find_folder, read_sizes, require
+from sgl_omni.models.mel import check_mel
 from sgl_omni.models.numbers import check_ids
 from sgl_omni.models.text_llm.generation import GenerationDefaults
 
@@ -128,7 +129,7 @@ class AsrSpec:
             raise InvalidRequest(
                 f"{file} has a quantization_config; this engine takes bfloat16, float16 and float32", param="model_path"
             )
-        eos_ids = GenerationDefaults.load(folder).eos_ids
+        eos_ids = GenerationDefaults.load(folder, part["text_config"]["vocab_size"]).eos_ids
         if not eos_ids:
             raise InvalidRequest(f"{folder / 'generation_config.json'} lacks the field eos_token_id", "model_path")
         said = (each.get("tie_word_embeddings") for each in (part["text_config"], part, config))
@@ -164,9 +165,5 @@ def _mel(folder: Path, bins: int) -> dict[str, Any]:
     else:
         name = "processor_config.json"
         found = require(read_sizes(folder, name), "feature_extractor", folder / name)
-    mel = {key: found[key] for key in ("feature_size", "sampling_rate", "hop_length", "n_fft") if key in found}
-    if mel.get("feature_size") != bins:
-        raise InvalidRequest(
-            f"{folder / name}: feature_size is {mel.get('feature_size')}; the model hears {bins} bins", "model_path"
-        )
-    return mel
+    check_mel(found, folder / name, bins)
+    return {key: found[key] for key in ("feature_size", "sampling_rate", "hop_length", "n_fft") if key in found}

@@ -17,9 +17,18 @@ from sgl_omni.models.folder import check_tensors, find_folder, read_json
 from sgl_omni.models.qwen3_omni.prompt_spec import ARCHITECTURE, SAMPLE_RATE, PromptSpec
 from sgl_omni.models.qwen3_omni.spec import engine_shapes
 from sgl_omni.models.qwen3_omni.tower_shapes import towers_shapes
+from sgl_omni.models.tokens import check_chat, check_tokens
 
 _STAGES = "sgl_omni.models.qwen3_omni.stages"
 _PARTS = ("thinker.visual.", "thinker.audio_tower.", "code2wav.")
+_VOCABULARY = "thinker_config.text_config.vocab_size"
+_TOKENS = {
+    "im_start_token_id": "<|im_start|>",
+    "im_end_token_id": "<|im_end|>",
+    "user_token_id": "user",
+    "assistant_token_id": "assistant",
+    **{f"thinker_config.{kind}_token_id": f"<|{kind}_pad|>" for kind in ("audio", "image", "video")},
+}
 
 
 class Qwen3OmniSpeechPipelineConfig(PipelineConfig):
@@ -86,6 +95,8 @@ class Qwen3OmniSpeechPipelineConfig(PipelineConfig):
         folder = find_folder(model_path)
         config = read_json(folder)
         check_tensors(folder, lambda: chain(engine_shapes(config), towers_shapes(config)), parts=_PARTS)
+        vocabulary = check_tokens(folder, config, _VOCABULARY, ids=_TOKENS)
+        check_chat(folder, vocabulary, spec.vocab_size, _VOCABULARY)
         return Tasks(
             chat=ChatTask(
                 text_output="decode",

@@ -9,7 +9,9 @@ from typing import Any
 
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.folder import check_folder, find_folder, read_json, read_sizes, require
+from sgl_omni.models.mel import check_mel
 from sgl_omni.models.numbers import check_id, check_ids
+from sgl_omni.models.text_llm.generation import end_ids
 from sgl_omni.text.template import find_template
 
 ARCHITECTURE = "Qwen3OmniMoeForConditionalGeneration"
@@ -75,10 +77,10 @@ class VisionSpec:
             patch=int(config["patch_size"]),
             frames=int(config.get("temporal_patch_size", 2)),
             merge=int(config.get("spatial_merge_size", 2)),
-            images=_pixels(images, Pixels(least=56 * 56, most=28 * 28 * 1280)),
-            videos=_pixels(videos, Pixels(least=128 * 32 * 32, most=768 * 32 * 32)),
-            mean=tuple(images.get("image_mean") or (0.5, 0.5, 0.5)),
-            std=tuple(images.get("image_std") or (0.5, 0.5, 0.5)),
+            images=_pixels(images, Pixels(least=56 * 56, most=28 * 28 * 1280), folder / "preprocessor_config.json"),
+            videos=_pixels(videos, Pixels(least=128 * 32 * 32, most=768 * 32 * 32), folder / name),
+            mean=_colours(images, "image_mean", folder / "preprocessor_config.json"),
+            std=_colours(images, "image_std", folder / "preprocessor_config.json"),
             scale=float(images.get("rescale_factor") or 1 / 255),
         )
 
@@ -148,12 +150,15 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
         require(config, field, file)
     if not config["talker_config"]["speaker_id"]:
         raise InvalidRequest(f"{file}: talker_config.speaker_id names no voice", param="model_path")
-    check_ids(config, _FIELDS, file)
-    for name, code in config["talker_config"]["speaker_id"].items():
-        check_id(code, f"talker_config.speaker_id.{name}", file)
-    for end in _ends(folder):
-        check_id(end, "eos_token_id", folder / "generation_config.json")
-    read_json(folder, "preprocessor_config.json")
+    talker = config["talker_config"]
+    text, codes = config["thinker_config"]["text_config"]["vocab_size"], talker["text_config"]["vocab_size"]
+    check_ids(config, [field for field in _FIELDS if "codec_" not in field], file, text)
+    check_ids(config, [field for field in _FIELDS if "codec_" in field], file, codes)
+    for name, code in talker["speaker_id"].items():
+        check_id(code, f"talker_config.speaker_id.{name}", file, codes)
+    end_ids(_generation(folder), folder / "generation_config.json", text)
+    name = "preprocessor_config.json"
+    check_mel(read_sizes(folder, name), folder / name, config["thinker_config"]["audio_config"]["num_mel_bins"])
     if find_template(folder) is None:
         raise InvalidRequest(
             f"{folder} holds no chat template: neither chat_template.jinja nor chat_template.json, and none in "
@@ -165,12 +170,8 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
 
 def eos_ids(config: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
     """Ids that end the thinker's answer."""
-    return tuple(dict.fromkeys([int(config["im_end_token_id"]), *map(int, _ends(folder))]))
-
-
-def _ends(folder: Path) -> list[Any]:
-    given = _generation(folder).get("eos_token_id")
-    return given if isinstance(given, list) else [] if given is None else [given]
+    ends = end_ids(_generation(folder), folder / "generation_config.json")
+    return tuple(dict.fromkeys([int(config["im_end_token_id"]), *ends]))
 
 
 def _generation(folder: Path) -> dict[str, Any]:
@@ -194,8 +195,19 @@ def _talker_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _pixels(config: Mapping[str, Any], default: Pixels) -> Pixels:
+def _colours(config: Mapping[str, Any], name: str, file: Path) -> tuple[float, ...]:
+    found = tuple(config.get(name) or (0.5, 0.5, 0.5))
+    if len(found) != 3:
+        raise InvalidRequest(f"{file}: {name} has {len(found)} numbers, not one a colour", param="model_path")
+    return found
+
+
+def _pixels(config: Mapping[str, Any], default: Pixels, file: Path) -> Pixels:
     size = config.get("size") or {}
+    if not isinstance(size, Mapping):
+        raise InvalidRequest(f"{file}: size is {size!r}, no object", param="model_path")
     least = config.get("min_pixels") or size.get("shortest_edge") or default.least
     most = config.get("max_pixels") or size.get("longest_edge") or default.most
+    if least > most:
+        raise InvalidRequest(f"{file}: pictures have at least {least} pixels and at most {most}", param="model_path")
     return Pixels(least=int(least), most=int(most))

@@ -9,7 +9,7 @@ from typing import Any
 
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.folder import check_folder, find_folder, read_json, read_sizes, require
-from sgl_omni.models.numbers import check_id
+from sgl_omni.models.numbers import check_id, check_ids
 
 ARCHITECTURE = "Qwen3TTSForConditionalGeneration"
 SPEECH_TOKENIZER = "speech_tokenizer"
@@ -87,6 +87,9 @@ class ModelFacts:
         kind, talker = config["tts_model_type"], config["talker_config"]
         if kind not in (BASE, CUSTOM_VOICE, VOICE_DESIGN):
             raise _wrong(folder, "tts_model_type", kind, f"{BASE}, {CUSTOM_VOICE} or {VOICE_DESIGN}")
+        file = folder / "config.json"
+        check_ids(config, [field for field in _FIELDS if "codec_" in field], file, talker["vocab_size"])
+        check_ids(config, [field for field in _FIELDS if "tts_" in field], file, talker["text_vocab_size"])
         codec = cls._codec(folder)
         codes = talker["num_code_groups"]
         if codec["decoder_config"]["num_quantizers"] != codes:

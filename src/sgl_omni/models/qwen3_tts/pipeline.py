@@ -10,8 +10,12 @@ from sgl_omni.models.folder import check_tensors, read_json
 from sgl_omni.models.qwen3_tts.codec_shapes import check_decoder, check_encoders
 from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE, BASE, ModelFacts
 from sgl_omni.models.qwen3_tts.spec import TalkerSpec, talker_shapes
+from sgl_omni.models.tokens import check_tokens
 
 _STAGES = "sgl_omni.models.qwen3_tts.stages"
+
+_TOKENS = {"im_start_token_id": "<|im_start|>", "im_end_token_id": "<|im_end|>"}
+"""The prompt has the tokens; a config need not name their ids."""
 
 
 class Qwen3TTSPipelineConfig(PipelineConfig):
@@ -64,6 +68,8 @@ class Qwen3TTSPipelineConfig(PipelineConfig):
         check_tensors(
             facts.folder, lambda: talker_shapes(TalkerSpec.parse(config)), parts=["speaker_encoder."] * clones
         )
+        known = {field: token for field, token in _TOKENS.items() if field in config}
+        check_tokens(facts.folder, config, "talker_config.text_vocab_size", _TOKENS.values(), known)
         check_decoder(facts.folder)
         if clones:
             check_encoders(facts.folder)

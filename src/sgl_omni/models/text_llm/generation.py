@@ -9,6 +9,7 @@ from typing import Any
 
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.folder import read_json
+from sgl_omni.models.numbers import check_id
 
 FILE = "generation_config.json"
 
@@ -28,11 +29,12 @@ class GenerationDefaults:
     eos_ids: tuple[int, ...] = ()
 
     @classmethod
-    def load(cls, folder: Path) -> GenerationDefaults:
-        """Raises ``InvalidRequest`` that names file and field for values that mean nothing."""
+    def load(cls, folder: Path, vocab_size: int | None = None) -> GenerationDefaults:
+        """Raises ``InvalidRequest`` that names file and field for values that mean nothing, and ids outside of a
+        vocabulary of ``vocab_size``."""
         file = folder / FILE
         own = read_json(folder, FILE) if file.is_file() else {}
-        ends = [*_ids(read_json(folder), folder / "config.json"), *_ids(own, file)]
+        ends = [*end_ids(read_json(folder), folder / "config.json", vocab_size), *end_ids(own, file, vocab_size)]
         sampled = own.get("do_sample") is not False
         return cls(
             temperature=_number(own, "temperature", 1.0, file) if sampled else 0.0,
@@ -48,12 +50,15 @@ class GenerationDefaults:
         return {name: getattr(self, name) if payload.get(name) is None else payload[name] for name in names}
 
 
-def _ids(config: Mapping[str, Any], file: Path) -> list[int]:
+def end_ids(config: Mapping[str, Any], file: Path, vocab_size: int | None = None) -> list[int]:
+    """``eos_token_id`` of one file, which may be an id or several. Raises as ``GenerationDefaults.load`` does."""
     value = config.get("eos_token_id")
     found = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in found):
-        raise InvalidRequest(f"{file}: eos_token_id is {value!r}, not an id or a list of ids", param="model_path")
-    return found
+    if found != [] or value is None:
+        for each in found:
+            check_id(each, "eos_token_id", file, vocab_size)
+        return found
+    raise InvalidRequest(f"{file}: eos_token_id is {value!r}, not an id or a list of ids", param="model_path")
 
 
 def _number(own: Mapping[str, Any], name: str, default: float, file: Path, most: float = float("inf")) -> float:

@@ -12,6 +12,7 @@ from sgl_omni.engine.shapes import causal_shapes
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.folder import check_folder, check_tensors, find_folder
 from sgl_omni.models.text_llm.generation import GenerationDefaults
+from sgl_omni.models.tokens import check_chat, check_tokens
 
 _STAGES = "sgl_omni.models.text_llm.stages"
 _FIELDS = (
@@ -76,6 +77,7 @@ class TextLLMPipelineConfig(PipelineConfig):
                 f"{folder / 'config.json'} has a quantization_config; this engine takes bfloat16, float16 and float32",
                 param="model_path",
             )
-        GenerationDefaults.load(folder)
+        GenerationDefaults.load(folder, config["vocab_size"])
         check_tensors(folder, lambda: causal_shapes(DecoderConfig.parse(config), "model.", "lm_head"))
+        check_chat(folder, check_tokens(folder, config, "vocab_size"), config["vocab_size"], "vocab_size")
         return Tasks(chat=ChatTask(text_output="decode", completes_text=True))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import Tasks, TranscriptionTask
-from sgl_omni.models.whisper.spec import ARCHITECTURE, WhisperSpec, resolve_folder
+from sgl_omni.models.whisper.spec import ARCHITECTURE, WhisperSpec, check_vocabulary, resolve_folder
 
 _STAGES = "sgl_omni.models.whisper.stages"
 _SIZES = ("tiny", "tiny.en", "base", "base.en", "small", "small.en", "medium", "medium.en")
@@ -55,7 +55,9 @@ class WhisperPipelineConfig(PipelineConfig):
 
     @classmethod
     def tasks(cls, model_path: str) -> Tasks:
-        spec = WhisperSpec.load(resolve_folder(model_path))
+        folder = resolve_folder(model_path)
+        check_vocabulary(folder)
+        spec = WhisperSpec.load(folder)
         return Tasks(
             transcription=TranscriptionTask(
                 languages=spec.codes,

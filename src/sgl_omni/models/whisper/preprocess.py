@@ -26,11 +26,6 @@ class WhisperPreprocessor:
         self._extractor = extractor
         self._tokenizer = tokenizer
         self._max_seconds = max_seconds
-        frames = extractor.nb_max_frames
-        if frames != 2 * spec.max_frames:
-            raise StartupError(
-                f"preprocessor_config.json makes windows of {frames} frames; the encoder takes {2 * spec.max_frames}"
-            )
 
     @classmethod
     def load(cls, folder: Path, max_seconds: float) -> WhisperPreprocessor:

@@ -9,12 +9,14 @@ from typing import Any
 
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.folder import check_folder, check_tensors, find_folder, read_json, read_sizes, require
+from sgl_omni.models.mel import HOP, RATE, check_mel
 from sgl_omni.models.numbers import check_id
+from sgl_omni.models.tokens import check_tokens
 from sgl_omni.models.whisper.shapes import tensor_shapes
 
 ARCHITECTURE = "WhisperForConditionalGeneration"
 TASKS = ("transcribe", "translate")
-SAMPLE_RATE = 16_000
+PREPROCESSOR = "preprocessor_config.json"
 
 _WIDTHS = ("d_model", "vocab_size", "decoder_layers", "decoder_attention_heads", "decoder_ffn_dim")
 _LENGTHS = ("max_source_positions", "max_target_positions", "num_mel_bins")
@@ -24,6 +26,7 @@ _OF_MANY: Mapping[str, type] = {
     "suppress_tokens": list,
     "begin_suppress_tokens": list,
 }
+_TOKENS = {"decoder_start_token_id": "<|startoftranscript|>", "eos_token_id": "<|endoftext|>"}
 _GENERATION_IDS = ("no_timestamps_token_id", "prev_sot_token_id", *_OF_MANY)
 _NOWHERE = Path()
 FIELDS = (*_WIDTHS, *_LENGTHS, "encoder_layers", "encoder_ffn_dim", "eos_token_id", "decoder_start_token_id")
@@ -59,7 +62,7 @@ class WhisperSpec:
     @classmethod
     def load(cls, folder: Path) -> WhisperSpec:
         """Raises ``InvalidRequest`` or ``StartupError`` that names file and field."""
-        preprocessor = read_sizes(folder, "preprocessor_config.json")
+        preprocessor = read_sizes(folder, PREPROCESSOR)
         seconds = preprocessor.get("chunk_length", 30)
         return cls.parse(read_json(folder), read_json(folder, "generation_config.json"), seconds, folder)
 
@@ -135,14 +138,44 @@ def resolve_folder(model_path: str) -> Path:
     """The checkpoint's folder, with all that a start needs in it. Raises ``InvalidRequest`` that names what is not."""
     folder = find_folder(model_path)
     config = check_folder(folder, (ARCHITECTURE,), fields=FIELDS)
-    for name in ("generation_config.json", "preprocessor_config.json"):
-        read_sizes(folder, name)
+    read_sizes(folder, "generation_config.json")
+    _check_windows(read_sizes(folder, PREPROCESSOR), config, folder / PREPROCESSOR)
     try:
         WhisperSpec.load(folder)
     except StartupError as error:
         raise InvalidRequest(str(error), param="model_path") from error
     check_tensors(folder, lambda: tensor_shapes(config))
     return folder
+
+
+def _check_windows(preprocessor: Mapping[str, Any], config: Mapping[str, Any], file: Path) -> None:
+    check_mel(preprocessor, file, config["num_mel_bins"])
+    seconds, taken = preprocessor.get("chunk_length", 30), 2 * config["max_source_positions"]
+    made = seconds * RATE // HOP
+    if made != taken:
+        raise InvalidRequest(
+            f"{file}: chunk_length is {seconds}, which makes windows of {made} frames; the encoder takes {taken}",
+            param="model_path",
+        )
+
+
+def check_vocabulary(folder: Path) -> None:
+    """Raises ``InvalidRequest`` for a special token that the tokenizer lacks, or has as another id than the configs."""
+    config, file = read_json(folder), folder / "generation_config.json"
+    vocabulary = check_tokens(folder, config, "vocab_size", ids=_TOKENS)
+    generation, spec = read_json(folder, file.name), WhisperSpec.load(folder)
+    said = {
+        ("no_timestamps_token_id", "<|notimestamps|>"): spec.no_timestamps_id,
+        ("prev_sot_token_id", "<|startofprev|>"): spec.previous_id,
+        **{(f"lang_to_id.{token}", token): id for token, id in (generation.get("lang_to_id") or {}).items()},
+        **{(f"task_to_id.{name}", f"<|{name}|>"): id for name, id in (generation.get("task_to_id") or {}).items()},
+    }
+    for (name, token), id in said.items():
+        known = vocabulary.id_of(token)
+        if id != known:
+            raise InvalidRequest(
+                f"{file}: {name} is {id}, and {vocabulary.file} has {token!r} as {known}", param="model_path"
+            )
 
 
 def _check_ids(config: Mapping[str, Any], fields: Sequence[str], file: Path, size: int) -> None:
