@@ -337,8 +337,8 @@ def test_what_makes_patches_of_pictures_goes_together(
 
 
 @pytest.mark.parametrize("family", ["ming", "ming_experts"])
-@pytest.mark.parametrize("value", [10**12, 7, 8001])
-def test_mings_audio_has_a_rate_that_its_vae_can_make(family: str, value: int, copied: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("value", [10**12, 7])
+def test_mings_audio_has_a_rate_of_sound(family: str, value: int, copied: Callable[[str], Path]) -> None:
     folder = copied(family)
     change(folder / "config.json", **{"audio_tokenizer_config.sample_rate": value})
     message = told(folder)

@@ -76,11 +76,6 @@ class VaeSpec:
         cut["num_hidden_layers"] = _ENCODER_AGGREGATOR_LAYERS
         if int(outside.get("latent_dim", inside["latent_dim"])) != int(inside["latent_dim"]):
             raise StartupError("Ming-Omni-TTS: latent_dim of enc_kwargs and dec_kwargs differ")
-        if config["sample_rate"] % outside["output_dim"]:
-            raise StartupError(
-                f"Ming-Omni-TTS: audio_tokenizer_config.sample_rate {config['sample_rate']} is no whole number of "
-                f"frames, which have dec_kwargs.output_dim {outside['output_dim']} samples"
-            )
         return cls(
             sample_rate=int(config["sample_rate"]),
             latent_size=int(inside["latent_dim"]),
