@@ -10,7 +10,6 @@ from sgl_omni.config.tasks import Tasks, TranscriptionTask
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.shapes import causal_shapes
 from sgl_omni.models.folder import check_tensors, read_json
-from sgl_omni.models.qwen3_asr.prompt import SPECIALS
 from sgl_omni.models.qwen3_asr.spec import ARCHITECTURE, AsrSpec
 from sgl_omni.models.qwen3_omni.tower_shapes import audio_shapes
 from sgl_omni.models.tokens import check_tokens
@@ -64,6 +63,8 @@ class Qwen3AsrPipelineConfig(PipelineConfig):
     @classmethod
     def tasks(cls, model_path: str) -> Tasks:
         """Raises ``InvalidRequest`` that names what the folder lacks."""
+        from sgl_omni.models.qwen3_asr.prompt import SPECIALS  # here, as it imports numpy
+
         spec = AsrSpec.load(model_path)
         check_tensors(
             spec.folder,
