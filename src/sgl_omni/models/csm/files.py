@@ -11,12 +11,12 @@ from typing import Any
 
 from sgl_omni.engine.headers import FLOATS
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.csm.prompt import TEXT_END
 from sgl_omni.models.csm.spec import CsmSpec, engine_shapes
 from sgl_omni.models.folder import check_folder, check_tensors, check_weights, find_folder, require
 from sgl_omni.models.mimi_shapes import mimi_shapes
 from sgl_omni.models.tokens import check_tokens
 
+TEXT_END = "<|end_of_text|>"
 ARCHITECTURE = "CsmForConditionalGeneration"
 SPEAKERS = tuple(map(str, range(10)))
 MAX_REFERENCES = 8

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_omni.models.csm.files import TEXT_END
 from sgl_omni.text.tokenizer import TextTokenizer
 
 Codes = NDArray[np.int64]
-
-TEXT_END = "<|end_of_text|>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
