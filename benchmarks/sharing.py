@@ -64,7 +64,7 @@ class Setting:
         self.options = options
         self.base = [] if self.on_gpu else [*TINY, "--tts_engine.engine.max_total_tokens", "4096"]
         # A prompt whose beginning is known is computed in other shapes, and so rounded otherwise, than one that is not.
-        self.base += ["--tts_engine.engine.reuse_prefixes", "false", *flags]
+        self.base += ["--tts_engine.factory.reuse_prefixes", "false", *flags]
         self.frames = options.frames
 
     def plan(self, replicas: int, *, share: bool, on_exit: str = "stop") -> Plan:

@@ -37,6 +37,7 @@ def create_engine(
     weights: WeightStore | None = None,
     budget_bytes: int | None = None,
     chunk_frames: int = 25,
+    reuse_prefixes: bool = True,
 ) -> EngineStage:
     """The decoder of ``benchmarks/engine.py`` of that name; frames go on ``chunk_frames`` at a time."""
     import torch
@@ -50,7 +51,7 @@ def create_engine(
     assert model.pattern is not None
     inputs = InputSpec(vocab_sizes=(found.codebook,) * found.columns, hidden_size=model.config.hidden_size)
     task = FrameTask(inputs, model.pattern, hand_over=HandOver(chunk_frames, chunk_frames))
-    settings = EngineSettings.parse(engine or {}, budget_bytes=budget_bytes)
+    settings = EngineSettings.parse(engine or {}, budget_bytes=budget_bytes, reuse_prefixes=reuse_prefixes)
     return EngineStage(AutoregressiveEngine.build(model, task, settings, max_positions=8192))
 
 
