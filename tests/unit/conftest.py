@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +45,18 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
     folder = tmp_path_factory.mktemp("qwen3")
     reference.save_pretrained(folder)
     return TinyCheckpoint(folder, reference)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A family's checkpoint. Whoever changes a file of it puts it back."""
+
+    from tiny_checkpoints import BUILDERS  # here, as it imports transformers
+
+    @cache
+    def folder(family: str) -> Path:
+        path = tmp_path_factory.mktemp(family)
+        BUILDERS[family](path)
+        return path
+
+    return folder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +51,6 @@ IDS = {
     "text_llm": ["eos_token_id"],
     "whisper": ["eos_token_id", "decoder_start_token_id"],
 }
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    @cache
-    def folder(family: str) -> Path:
-        path = tmp_path_factory.mktemp(family)
-        BUILDERS[family](path)
-        return path
-
-    return folder
 
 
 @pytest.fixture

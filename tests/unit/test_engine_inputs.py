@@ -225,10 +225,10 @@ def test_input_that_does_not_fit_ends_its_request_alone(tiny_qwen3: Any, cases: 
 def test_rows_and_their_fallback() -> None:
     inputs = ArrivingInput(torch.tensor([9.0]))
     steps = torch.arange(4)
-    assert added_rows(inputs.rows, torch.tensor(inputs.count), steps).flatten().tolist() == [9, 9, 9, 9]
+    assert added_rows(inputs.rows, inputs.count, steps).flatten().tolist() == [9, 9, 9, 9]
     inputs.append(torch.tensor([[1.0], [2.0]]))
     inputs.append(torch.tensor([[3.0]]))
-    assert added_rows(inputs.rows, torch.tensor(inputs.count), steps).flatten().tolist() == [1, 2, 3, 9]
+    assert added_rows(inputs.rows, inputs.count, steps).flatten().tolist() == [1, 2, 3, 9]
     assert [inputs.is_ready(n) for n in (0, 3, 4)] == [True, True, False]
     inputs.ended = True
     assert inputs.is_ready(4)

@@ -84,19 +84,6 @@ def names(message: str, folder: Path, file: Path, at: Place, value: Any) -> bool
     return str(folder) in message and other and "None" not in message and (value is ABSENT or value in (None, 0))
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A family's checkpoint. Whoever changes a file of it puts it back."""
-
-    @cache
-    def folder(family: str) -> Path:
-        path = tmp_path_factory.mktemp(family)
-        BUILDERS[family](path)
-        return path
-
-    return folder
-
-
 @pytest.fixture(autouse=True)
 def _weights_and_templates_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models_folder, "read_headers", cache(read_headers))

@@ -96,9 +96,9 @@ def _take_added(inputs: ArrivingInput, payload: dict[str, Any], spec: InputSpec)
         inputs.append(spec.finite_embeddings(added, "added_embeddings"))
 
 
-def added_rows(rows: Tensor, count: Tensor, steps: Tensor) -> Tensor:
+def added_rows(rows: Tensor, count: int, steps: Tensor) -> Tensor:
     """What is added to the inputs of outputs ``steps`` int64 [n]: rows [n, hidden] of ``ArrivingInput.rows``."""
-    return rows[torch.minimum(steps, count)]
+    return rows[steps.clamp(max=count)]
 
 
 def add_arrived(x: Tensor, chunks: Sequence[Chunk]) -> Tensor:
@@ -109,9 +109,8 @@ def add_arrived(x: Tensor, chunks: Sequence[Chunk]) -> Tensor:
         first = max(chunk.start, request.prompt_length)
         if request.inputs is not None and first < chunk.stop:
             steps = torch.arange(first, chunk.stop, device=x.device) - request.prompt_length
-            count = torch.tensor(request.inputs.count, device=x.device)
             place = row + first - chunk.start
-            x[place : row + chunk.length] += added_rows(request.inputs.rows, count, steps)
+            x[place : row + chunk.length] += added_rows(request.inputs.rows, request.inputs.count, steps)
         row += chunk.length
     return x
 

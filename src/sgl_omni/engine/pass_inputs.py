@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sgl_omni.engine.device_step import step_size
 from sgl_omni.engine.given_rows import Given
+from sgl_omni.engine.inputs import added_rows
 from sgl_omni.engine.inserted import layer_rows
 from sgl_omni.engine.request import Chunk
 from sgl_omni.engine.row_memory import send, to_device
@@ -78,8 +79,8 @@ def gather_given(first: int, prompts: Sequence[Chunk], axes: int, device: torch.
         inputs, again = chunk.request.inputs, range(max(chunk.start, chunk.request.prompt_length), chunk.stop)
         if inputs is not None and again:
             added_places += range(at + again.start - chunk.start, at + chunk.length)
-            steps = np.minimum(np.asarray(again) - chunk.request.prompt_length, inputs.count)
-            added.append(inputs.rows[to_device(steps, inputs.rows.device)])
+            steps = to_device(np.asarray(again) - chunk.request.prompt_length, inputs.rows.device)
+            added.append(added_rows(inputs.rows, inputs.count, steps))
         at += chunk.length
     return Given(
         at=to_device(np.asarray(places), device) if places else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -46,7 +46,10 @@ def _a_few_more(known: int) -> int:
     return known + HAND_OVER_FRAMES if known else 1
 
 
-class FramesTask(Task):
+Spec = TypeVar("Spec", bound=FramesSpec)
+
+
+class FramesTask(Task, Generic[Spec]):
     """Requests of ``prompt_ids``, ``audio_rows``, ``max_frames`` and sampling options, answered with frames.
 
     Results are arrays ``codes`` int16 [frames, codebooks], with the ``speed`` asked for where it is not 1. Codebook
@@ -62,9 +65,9 @@ class FramesTask(Task):
     end_columns = slice(1, None)
 
     def __init__(
-        self, spec: FramesSpec, default_max_frames: int, frames_wanted: Callable[[int], int] | None = None
+        self, spec: Spec, *, default_max_frames: int = 2048, frames_wanted: Callable[[int], int] | None = None
     ) -> None:
-        self._frames = spec
+        self._spec = spec
         self._frames_wanted = frames_wanted or _a_few_more
         self._delays = tuple(range(spec.num_codebooks))
         self.end_ids = frozenset([spec.stream_eos_id])
@@ -82,8 +85,8 @@ class FramesTask(Task):
         """Whether this row, the ``step``-th output, brings the end of the audio."""
 
     def parse(self, request_id: str, payload: Payload) -> Request:
-        prompt, positions = Prompt(self._prompt_rows(payload)), self._frames.decoder.max_positions
-        delay = self.lead + self._frames.num_codebooks - 1
+        prompt, positions = Prompt(self._prompt_rows(payload)), self._spec.decoder.max_positions
+        delay = self.lead + self._spec.num_codebooks - 1
         room = None if positions is None else positions - len(prompt) - delay
         frames = frames_asked(payload, self._default_max_frames, room, param="max_frames")
         return Request(
@@ -105,7 +108,7 @@ class FramesTask(Task):
                 f"the prompt has {int(places.sum())} places for audio rows, and {count} rows are given",
                 param="audio_rows",
             )
-        rows = torch.zeros(len(text), 1 + self._frames.num_codebooks, dtype=torch.int64)
+        rows = torch.zeros(len(text), 1 + self._spec.num_codebooks, dtype=torch.int64)
         rows[:, :1] = text
         if audio is not None:
             rows[places, 1:] = audio
@@ -116,7 +119,7 @@ class FramesTask(Task):
             request.frame_end = len(request.outputs)
         request.outputs.append(row)
         end = request.frame_end
-        if end >= 0 and (self._known(request) == end - self.lead or set(row[1:]) == {self._frames.stream_eos_id}):
+        if end >= 0 and (self._known(request) == end - self.lead or set(row[1:]) == {self._spec.stream_eos_id}):
             request.finish_reason = "stop"
         elif request.is_at_limit:
             request.finish_reason = "length"
@@ -132,9 +135,9 @@ class FramesTask(Task):
         if known <= sent:
             return None
         request.sent = known
-        request.due = self.lead + self._frames_wanted(known) + self._frames.num_codebooks - 1
-        outputs = request.outputs.array(self.lead + sent, self.lead + known + self._frames.num_codebooks - 1)
-        codes = np.minimum(undelayed(outputs[:, 1:], self._delays, known - sent), self._frames.codec_size - 1)
+        request.due = self.lead + self._frames_wanted(known) + self._spec.num_codebooks - 1
+        outputs = request.outputs.array(self.lead + sent, self.lead + known + self._spec.num_codebooks - 1)
+        codes = np.minimum(undelayed(outputs[:, 1:], self._delays, known - sent), self._spec.codec_size - 1)
         return {"codes": codes} if request.task == 1.0 else {"codes": codes, "speed": request.task}
 
     def result(self, request: Request) -> Payload:
@@ -146,12 +149,12 @@ class FramesTask(Task):
 
     def _known(self, request: Request) -> int:
         """Frames whose every codebook is among the outputs."""
-        known = max(0, len(request.outputs) - self.lead - self._frames.num_codebooks + 1)
+        known = max(0, len(request.outputs) - self.lead - self._spec.num_codebooks + 1)
         end = request.frame_end
         return known if end < 0 else min(known, max(0, end - self.lead))
 
 
-class HiggsTask(FramesTask):
+class HiggsTask(FramesTask[HiggsSpec]):
     """Higgs Audio v2. Placeholders among the ``prompt_ids`` [length] stand for ``audio_rows`` [rows, codebooks].
 
     The prompt ends with the id that begins audio. Reference audio is in its delay pattern already. The first output
@@ -159,16 +162,6 @@ class HiggsTask(FramesTask):
     """
 
     lead = 1
-
-    def __init__(
-        self,
-        spec: HiggsSpec,
-        *,
-        default_max_frames: int = 2048,
-        frames_wanted: Callable[[int], int] | None = None,
-    ) -> None:
-        super().__init__(spec, default_max_frames, frames_wanted)
-        self._spec = spec
 
     def _prompt_rows(self, payload: Payload) -> Tensor:
         spec = self._spec

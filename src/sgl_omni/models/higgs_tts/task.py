@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from sgl_omni.models.higgs_tts.model import AUDIO
 from sgl_omni.models.higgs_tts.spec import HiggsTts3Spec
 
 
-class HiggsTts3Task(FramesTask):
+class HiggsTts3Task(FramesTask[HiggsTts3Spec]):
     """``prompt_ids`` [length] of text, in which -1 stands for the rows of ``audio_rows`` [rows, codebooks].
 
     Reference audio is in its delay pattern already. Codebook k of frame f lies in output row f + k. The row whose
@@ -21,16 +19,6 @@ class HiggsTts3Task(FramesTask):
     """
 
     lead = 0
-
-    def __init__(
-        self,
-        spec: HiggsTts3Spec,
-        *,
-        default_max_frames: int = 2048,
-        frames_wanted: Callable[[int], int] | None = None,
-    ) -> None:
-        super().__init__(spec, default_max_frames, frames_wanted)
-        self._spec = spec
 
     def _prompt_rows(self, payload: Payload) -> Tensor:
         given = torch.as_tensor(payload.get("prompt_ids", []))

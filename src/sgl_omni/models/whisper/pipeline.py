@@ -56,8 +56,8 @@ class WhisperPipelineConfig(PipelineConfig):
     @classmethod
     def tasks(cls, model_path: str) -> Tasks:
         folder = resolve_folder(model_path)
-        check_vocabulary(folder)
         spec = WhisperSpec.load(folder)
+        check_vocabulary(folder, spec)
         return Tasks(
             transcription=TranscriptionTask(
                 languages=spec.codes,

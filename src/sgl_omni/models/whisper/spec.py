@@ -159,11 +159,11 @@ def _check_windows(preprocessor: Mapping[str, Any], config: Mapping[str, Any], f
         )
 
 
-def check_vocabulary(folder: Path) -> None:
+def check_vocabulary(folder: Path, spec: WhisperSpec) -> None:
     """Raises ``InvalidRequest`` for a special token that the tokenizer lacks, or has as another id than the configs."""
     config, file = read_json(folder), folder / "generation_config.json"
     vocabulary = check_tokens(folder, config, "vocab_size", ids=_TOKENS)
-    generation, spec = read_json(folder, file.name), WhisperSpec.load(folder)
+    generation = read_json(folder, file.name)
     said = {
         ("no_timestamps_token_id", "<|notimestamps|>"): spec.no_timestamps_id,
         ("prev_sot_token_id", "<|startofprev|>"): spec.previous_id,
