@@ -378,7 +378,7 @@ def main() -> None:
             if not args.json:
                 print(json.dumps(row), file=sys.stderr, flush=True)
     runner = loop.engine.runner
-    graphs = runner.graphs if isinstance(runner, DeviceRunner) else None
+    graphs = runner.graphs if isinstance(runner, DeviceRunner) else ()
     print(
         json.dumps(
             {
@@ -390,8 +390,8 @@ def main() -> None:
                 "dtype": str(dtype),
                 "bandwidth_gb_per_s": machine.bandwidth / 1e9,
                 "matrix_tflops": machine.flops / 1e12,
-                "graph_buckets": graphs.buckets if graphs else [],
-                "capture_seconds": graphs.capture_seconds if graphs else 0.0,
+                "graph_buckets": [each.buckets for each in graphs],
+                "capture_seconds": sum(each.capture_seconds for each in graphs),
                 "rounds": rounds,
             }
         )

@@ -78,7 +78,7 @@ class RunAgain:
     bytes = 0
     replays = 0
 
-    def __init__(self, step: Callable[[int], None], buckets: Sequence[int]) -> None:
+    def __init__(self, step: Callable[[int], None], buckets: Sequence[int], beside: RunAgain | None = None) -> None:
         self._step = step
         self.buckets = sorted(buckets)
         step(self.buckets[-1])

@@ -21,10 +21,11 @@ from sgl_omni.engine.kv_cache import KVCache, KVShape
 from sgl_omni.engine.moe import routed_one_by_one
 from sgl_omni.engine.ops import rms_norm
 from sgl_omni.engine.rope import rotate
-from sgl_omni.engine.row_attention import RowLayout, TorchRowAttention, TritonRowAttention
+from sgl_omni.engine.row_attention import RowLayout, Tiled, TorchRowAttention, TritonRowAttention
 from sgl_omni.engine.sampler import sample_masked, seed_key, step_keys
 
 PAGE = 4
+NO_TILES = (torch.zeros(2, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int64))
 EPS = 1e-6
 
 
@@ -80,17 +81,23 @@ def check_attention(
     splits: int | None,
     heads: tuple[int, int, int] = (6, 2, 24),
 ) -> float:
-    """Sequences in scattered pages: three rows that decode, prompts of 70 and 5 rows; q and k normed and turned."""
+    """Sequences in scattered pages: three rows that decode, prompts of 70 and 5 rows, one row more that stands for
+    those to spare; q and k normed and turned."""
     query_heads, kv_heads, head_dim = heads
     torch.manual_seed(0)
     pages = random.Random(0).sample(range(40), 40)
-    tables = torch.zeros(5, 20, dtype=torch.int32)
-    for row, (first, count) in enumerate([(0, 2), (2, 1), (3, 5), (8, 19), (27, 2)]):
+    tables = torch.zeros(6, 20, dtype=torch.int32)
+    for row, (first, count) in enumerate([(0, 2), (2, 1), (3, 5), (8, 19), (27, 2), (29, 1)]):
         tables[row, :count] = torch.tensor(pages[first : first + count])
-    rows = torch.tensor([0, 1, 2, *[3] * 70, *[4] * 5])
-    positions = torch.tensor([5, 0, 17, *range(3, 73), *range(5)])
+    rows = torch.tensor([0, 1, 2, *[3] * 70, *[4] * 5, 5])
+    positions = torch.tensor([5, 0, 17, *range(3, 73), *range(5), 0])
+    tiles = torch.tensor([[3, 64], [67, 6], [73, 5], [0, 0]])  # in a captured step some are nobody's
     layout = RowLayout.of(
-        positions.to(device), rows.to(device), tables.to(device), PAGE, [(3, 70), (73, 5)] if tiled else []
+        positions.to(device),
+        rows.to(device),
+        tables.to(device),
+        PAGE,
+        Tiled(torch.tensor([3, 78], device=device), tiles.to(device)) if tiled else None,
     )
     caches = [KVCache(KVShape(2, kv_heads, head_dim, dtype), 40, PAGE, device) for _ in range(2)]
     n = len(rows)
@@ -175,7 +182,7 @@ def check_state(device: str) -> None:
     rows = torch.tensor([3, 1, 0, 5, 5, 5, 2, 6, 8])
     given = torch.tensor([-1, -1, -1, 7, 8, 9, -1, -1, 0])
     ends, targets = torch.tensor([0, 1, 2, 5, 6, 7, 0]), torch.tensor([3, 1, 0, 5, 2, 6, 8])
-    inputs = StepInputs(rows, given, torch.randint(0, 6, (9, 3)), ends, targets)
+    inputs = StepInputs(rows, given, torch.randint(0, 6, (9, 3)), ends, targets, *NO_TILES)
     chosen = torch.randint(0, 6, (7, 3))
     chosen[2, 0] = pattern.eos_id
     moved = StepInputs(*(getattr(inputs, name).to(device) for name in StepInputs.__slots__))
@@ -206,7 +213,7 @@ def check_bits(device: str, columns: int = 257) -> None:
     fields[:, len(Field) :] = bits(7)
     tables = torch.randint(0, 9, (7, 8), dtype=torch.int32)
     rows, given, ids = torch.tensor([3, 1, 6, 0]), torch.tensor([-1, -1, 5, -1]), bits(4).to(torch.int64)
-    inputs = StepInputs(rows, given, ids, torch.tensor([0, 1, 3]), torch.tensor([3, 1, 0]))
+    inputs = StepInputs(rows, given, ids, torch.tensor([0, 1, 3]), torch.tensor([3, 1, 0]), *NO_TILES)
     moved = StepInputs(*(getattr(inputs, name).to(device) for name in StepInputs.__slots__))
     there, chosen = fields.clone().to(device), bits(3).to(torch.int64)
     expected = begin_rows(rows, given, ids, fields, tables, PAGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -95,3 +96,41 @@ configurations:
     assert "2 failed of 2" in (out / "table.md").read_text()
     left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
     assert not left
+
+
+def ended_after_a_line(*arguments: str) -> subprocess.Popen[str]:
+    """A benchmark that somebody ends by Ctrl-C once it has told of one measurement."""
+    command = [sys.executable, "-m", "sgl_omni.cli.main", "bench", *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT)
+    assert process.stderr is not None
+    assert "requests/s" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(60) and "Traceback" not in rest, rest
+    return process
+
+
+def test_a_study_that_is_ended_has_reported_every_run(tmp_path: Path) -> None:
+    study, out = tmp_path / "long.yaml", tmp_path / "out"
+    study.write_text(
+        """
+name: long
+concurrency: 1
+warmup: 0.1
+seconds: 1
+workload: {mix: 1/0/0}
+configurations:
+  single: {serve: [--model-path, demo-voice]}
+"""
+    )
+    ended_after_a_line("study", str(study), "--out", str(out))
+    runs = json.loads((out / "study.json").read_text())["runs"]
+    assert [(run["outcome"], run["reason"]) for run in runs] == [("nominal", ""), ("failed", "the study was ended")]
+    assert "1 failed of 2" in (out / "table.md").read_text()
+
+
+def test_a_sweep_that_is_ended_has_kept_its_levels(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    fast = ("--warmup", "0.1", "--seconds", "1", "--mix", "1/0/0")
+    ended_after_a_line("speech", "--url", server.url, "--concurrency", "1,2", *fast, "--out", str(out))
+    assert [level["concurrency"] for level in json.loads(out.read_text())["levels"]] == [1]

@@ -68,6 +68,35 @@ def test_the_experts_kernels_compile_for_a_gpu(tile: int) -> None:
         assert "mma" in compiled.asm["ptx"] or kernel is moe._order
 
 
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_the_attention_kernels_compile_for_a_gpu(tiled: bool, split: bool) -> None:
+    """By the tensor cores' instructions, launched early, within a processor's shared memory."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sgl_omni.engine.kernels import attention
+
+    sizes = {"HEADS": 32, "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "HEAD_BLOCK": 128, "PAGE": 16, "TILE": 64}
+    kinds = {
+        attention._decode: {"AT_ONCE": 2, "SPLIT": split, "TILED": tiled, "EARLY": True},
+        attention._prefill: {"ROWS": attention.TILE_ROWS},
+    }
+    types = dict.fromkeys(("rows", "positions", "tiled", "tiles"), "*i64")
+    types |= {"tables": "*i32", "partial": "*fp32" if split else "*bf16", "scale": "fp32"}
+    types |= dict.fromkeys(("window", "table_stride", "splits"), "i32")
+    for kernel, more in kinds.items():
+        constants = {**sizes, **more, "PRECISION": "tf32"}
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in names}
+        places = {(names.index(name),): value for name, value in constants.items()}
+        options = {"num_warps": 4, "num_stages": 3 if kernel is attention._decode else 2}
+        source = ASTSource(kernel, signature, places)
+        done = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert "mma" in done.asm["ptx"] and done.metadata.shared <= 227 * 1024
+        assert ("griddepcontrol.wait" in done.asm["ptx"]) == (kernel is attention._decode)
+
+
 @pytest.mark.parametrize("columns", [1, 32, 64, 4096])
 def test_the_convolution_kernel_compiles_for_a_gpu(columns: int) -> None:
     """By the tensor cores' instructions, within a processor's shared memory."""

@@ -10,12 +10,13 @@ from sgl_omni.engine.output_rows import OutputRows
 COLUMNS = 3
 
 
+@pytest.mark.parametrize("room", [0, 100, 10_000])
 @pytest.mark.parametrize("seed", range(8))
-def test_rows_are_those_of_a_list_however_they_came(seed: int) -> None:
+def test_rows_are_those_of_a_list_however_they_came(seed: int, room: int) -> None:
     random = np.random.default_rng(seed)
-    rows, expected = OutputRows(), list[list[int]]()
+    rows, expected = OutputRows(room=room), list[list[int]]()
     for _ in range(60):
-        new = random.integers(0, 1 << 40, (int(random.integers(1, 30)), COLUMNS))
+        new = random.integers(0, 1 << 31, (int(random.integers(1, 30)), COLUMNS))
         if random.random() < 0.5:
             rows.append_block(new)
             expected += new.tolist()

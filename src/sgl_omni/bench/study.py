@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
@@ -228,10 +228,22 @@ async def run_once(spec: StudySpec, name: str, streams: int) -> dict[str, Any]:
         return figures
 
 
-async def run_study(spec: StudySpec, tell: Any) -> dict[str, Any]:
-    """All runs, configurations in turn, so that a drifting machine touches all of them alike; ``tell`` is called with
-    a line for each run."""
+async def run_study(
+    spec: StudySpec, tell: Callable[[str], None], keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """All runs, configurations in turn, so that a drifting machine touches all of them alike. ``tell`` is called with
+    a line for each run, and ``keep`` with the report so far, as a study may be ended before it is through."""
     runs: list[dict[str, Any]] = []
+
+    def report() -> dict[str, Any]:
+        return {
+            "name": spec.name,
+            "spec": spec.model_dump(),
+            "configurations": list(spec.configurations),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "runs": judge(runs, spec.degraded_below),
+        }
+
     for repeat in range(spec.repeats):
         for name, each in spec.configurations.items():
             run: dict[str, Any] = {"configuration": name, "repeat": repeat, "clients": each.replicas}
@@ -242,13 +254,12 @@ async def run_study(spec: StudySpec, tell: Any) -> dict[str, Any]:
             except BenchError as error:
                 runs.append({**run, "outcome": "failed", "reason": str(error), "figures": None})
                 tell(f"{name}, repeat {repeat + 1}: failed: {error}")
-    return {
-        "name": spec.name,
-        "spec": spec.model_dump(),
-        "configurations": list(spec.configurations),
-        "cores": sorted(os.sched_getaffinity(0)),
-        "runs": judge(runs, spec.degraded_below),
-    }
+            except asyncio.CancelledError:
+                runs.append({**run, "outcome": "failed", "reason": "the study was ended", "figures": None})
+                keep(report())
+                raise
+            keep(report())
+    return report()
 
 
 def judge(runs: Sequence[dict[str, Any]], degraded_below: float) -> list[dict[str, Any]]:

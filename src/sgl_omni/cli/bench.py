@@ -210,34 +210,44 @@ def _report(
     chat: ChatOptions | None = None,
     transcription: TranscriptionOptions | None = None,
 ) -> None:
-    """Measures, prints the table, and writes the figures down."""
+    """Measures, prints the table, and writes the figures down, level by level: it may be ended before it is through."""
     offer = replace(offer, urls=[check_url(url) for url in offer.urls])
     for url in offer.urls:
         check_answers(url)
-    figures = asyncio.run(_measure(offer, workload, chat, transcription))
+
+    def keep(levels: Sequence[dict[str, Any]]) -> None:
+        if offer.out is not None:
+            offer.out.write_text(json.dumps({"urls": offer.urls, "levels": levels}, indent=1) + "\n")
+
+    figures = asyncio.run(_measure(offer, workload, chat, transcription, keep))
     click.echo(table(figures))
     for level in figures:
         click.echo(_balance(level))
-    if offer.out is not None:
-        offer.out.write_text(json.dumps({"urls": offer.urls, "levels": figures}, indent=1) + "\n")
     if not any(level["requests"] for level in figures):
         raise click.ClickException("no request ended well: " + "; ".join(figures[0]["error_examples"]))
 
 
 async def _measure(
-    offer: Offer, workload: Workload, chat: ChatOptions | None, transcription: TranscriptionOptions | None
+    offer: Offer,
+    workload: Workload,
+    chat: ChatOptions | None,
+    transcription: TranscriptionOptions | None,
+    keep: Callable[[Sequence[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     from sgl_omni.bench.measure import Sweep, measure
 
     asked = partial(measure, offer.urls, workload, gpu=offer.gpu, chat=chat, transcription=transcription)
-    if offer.load.rate:
-        return [await asked(offer.load)]
     figures: list[dict[str, Any]] = []
+    if offer.load.rate:
+        figures.append(await asked(offer.load))
+        keep(figures)
+        return figures
 
     async def at(level: int) -> dict[str, Any]:
         found = await asked(replace(offer.load, concurrency=level), streams=64 * len(figures))
         click.echo(f"{level} callers each: {found['requests_per_s']:.2f} requests/s", err=True)
         figures.append(found)
+        keep(figures)
         return found
 
     if offer.levels is not None:
@@ -303,7 +313,8 @@ def check_answers(url: str) -> None:
 def study(study: Path, out: Path | None, plots: bool) -> None:
     """Compare configurations: interleaved, fresh servers in every run, every attempt reported.
 
-    Writes study.json and table.md (and plots) into a folder. Exit status: 1 when no run was completed.
+    Writes study.json and table.md (and plots) into a folder, the first two anew after each run. Exit status: 1 when no
+    run was completed.
     """
     from sgl_omni.bench.report import plot_study, require_plots, study_table
     from sgl_omni.bench.study import load_study, run_study
@@ -317,11 +328,13 @@ def study(study: Path, out: Path | None, plots: bool) -> None:
     writable_folder(folder, ("study.json", "table.md"), "--out" if out else "the study's name")
     if plots:
         require_plots()
-    result = asyncio.run(run_study(spec, lambda line: click.echo(line, err=True)))
-    (folder / "study.json").write_text(json.dumps(result, indent=1) + "\n")
-    table = study_table(result)
-    (folder / "table.md").write_text(table)
-    click.echo(table)
+
+    def keep(result: dict[str, Any]) -> None:
+        (folder / "study.json").write_text(json.dumps(result, indent=1) + "\n")
+        (folder / "table.md").write_text(study_table(result))
+
+    result = asyncio.run(run_study(spec, lambda line: click.echo(line, err=True), keep))
+    click.echo(study_table(result))
     if not any(run["figures"] for run in result["runs"]):
         click.echo("error: no run was completed", err=True)
         sys.exit(1)

@@ -66,7 +66,7 @@ class DelayPattern:
         return undelayed(outputs.array(start, stop + self.longest), self.delays, stop - start)
 
 
-def undelayed(rows: npt.NDArray[np.int64], delays: tuple[int, ...], frames: int) -> npt.NDArray[np.int16]:
+def undelayed(rows: npt.NDArray[np.int32], delays: tuple[int, ...], frames: int) -> npt.NDArray[np.int16]:
     """The codes [frames, codebooks] of the first frames in rows [n, codebooks], whose columns come so much later."""
     return rows.take(_places(delays, frames)).astype(np.int16)
 

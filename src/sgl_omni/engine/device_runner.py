@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from sgl_omni.engine.cross_attention import SourcePool
 from sgl_omni.engine.device_rows import DeviceRows
 from sgl_omni.engine.device_step import DeviceStep, StepInputs, StepOutput, step_size
 from sgl_omni.engine.given_rows import GivenRows
-from sgl_omni.engine.graphs import StepGraphs, bucket_rows, can_capture
+from sgl_omni.engine.graphs import StepGraphs, can_capture, decode_buckets, prompt_buckets
 from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.launched import Launched, OutputBuffer, StepTimes, WantedHidden
 from sgl_omni.engine.model import StepModel
-from sgl_omni.engine.pass_inputs import describe, gather_given, tiled
+from sgl_omni.engine.pass_inputs import describe, gather_given, makes_tiles, tiles_last
 from sgl_omni.engine.request import Chunk, Request
 from sgl_omni.engine.row_memory import to_device
 
@@ -38,7 +38,7 @@ class _Pass:
     """A pass as it was last launched, which is all that a repetition needs.
 
     ``from_state``: no row was told its position, so that the same inputs run each request one row further.
-    ``bucket`` and ``output``: the graph that it was, and what this writes to.
+    ``graph`` and ``output``: the graph that it was, and what this writes to.
     """
 
     owners: Sequence[tuple[Request, int]]
@@ -47,8 +47,18 @@ class _Pass:
     outputs_only: bool
     from_state: bool
     wanted: WantedHidden | None
-    bucket: int | None = None
+    graph: _Graph | None = None
     output: StepOutput | None = None
+
+
+class _Graph(NamedTuple):
+    """One of the captured steps."""
+
+    graphs: StepGraphs
+    bucket: int
+
+    def replay(self) -> None:
+        self.graphs.replay(self.bucket)
 
 
 class DeviceRunner:
@@ -101,18 +111,16 @@ class DeviceRunner:
         self._repeated = 0
         self._times = StepTimes()
         self._graph_given: GivenRows | None = None
-        self._graphs: StepGraphs | None = None
-        self._output_graphs: StepGraphs | None = None
+        self._prompt_graphs: StepGraphs | None = None
+        self._decode_graphs: StepGraphs | None = None
         if graph_batch and can_capture(cache.device):
-            self._capture(bucket_rows(min(graph_batch, max_rows), graph_rows), takes_inputs)
+            batch = min(graph_batch, max_rows)
+            self._capture(decode_buckets(batch), prompt_buckets(max(batch, graph_rows)), takes_inputs)
 
     @property
-    def graphs(self) -> StepGraphs | None:
-        return self._graphs
-
-    @property
-    def _all_graphs(self) -> list[StepGraphs]:
-        return [graphs for graphs in (self._graphs, self._output_graphs) if graphs is not None]
+    def graphs(self) -> Sequence[StepGraphs]:
+        """Those of steps without prompts, and with them; none on a device that has no graphs."""
+        return [graphs for graphs in (self._decode_graphs, self._prompt_graphs) if graphs is not None]
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
@@ -127,6 +135,7 @@ class DeviceRunner:
             continues = chunk.length == 1 and self._continues_at[chunk.request.row] == chunk.start
             (decodes if continues else prompts).append(chunk)
         self._rows.flush()
+        prompts = tiles_last(prompts)
         ordered = [*decodes, *prompts]
         through = [chunk for chunk in ordered if chunk.yields_output]
         for chunk in through:
@@ -141,7 +150,7 @@ class DeviceRunner:
         last = self._last
         assert last is not None, "no step was launched before"
         # A graph alone makes no tensor; to enter inference mode for it would take as long as all the rest.
-        is_graph_alone = last.bucket is not None and last.from_state and last.wanted is None
+        is_graph_alone = last.graph is not None and last.from_state and last.wanted is None
         with nullcontext() if is_graph_alone else torch.inference_mode():
             return self._repeat(last)
 
@@ -164,9 +173,9 @@ class DeviceRunner:
             "steps": self._times.steps,
             "launch_seconds": self._times.launching,
             "wait_seconds": self._times.waiting,
-            "graph_buckets": sum(len(graphs.buckets) for graphs in self._all_graphs),
-            "graph_capture_seconds": sum(graphs.capture_seconds for graphs in self._all_graphs),
-            "graph_bytes": sum(graphs.bytes for graphs in self._all_graphs),
+            "graph_buckets": sum(len(graphs.buckets) for graphs in self.graphs),
+            "graph_capture_seconds": sum(graphs.capture_seconds for graphs in self.graphs),
+            "graph_bytes": sum(graphs.bytes for graphs in self.graphs),
         }
 
     def _settle(self) -> None:
@@ -192,37 +201,42 @@ class DeviceRunner:
         total = len(decodes) + sum(chunk.length for chunk in prompts)
         more = gather_given(len(decodes), prompts, self._axes, self._device)
         captured = more is None or (self._graph_given is not None and more.between is None)
-        bucket = self._graphs.bucket_for(total) if self._graphs is not None and captured else None
-        n = bucket or total
-        s = min(n, self._max_rows) if bucket else len(owners)
+        has_tiles = any(makes_tiles(chunk) for chunk in prompts)
+        outputs_only = self._model.embeds_outputs_apart and not prompts
+        graph = self._graph_for(total, bool(prompts), has_tiles) if captured else None
+        n = graph.bucket if graph else total
+        s = min(n, self._max_rows) if graph else len(owners)
         flat = describe(decodes, prompts, n, s, columns=self._columns, padding=self._rows.padding)
         rows = [request.row for request, _ in owners]
-        outputs_only = self._model.embeds_outputs_apart and not prompts
         wanted = WantedHidden.of([*decodes, *prompts], self._device) if self._hands_hidden else None
-        if bucket is not None:
+        if graph is not None:
             self._graph_inputs[: len(flat)].copy_(to_device(flat, self._device), non_blocking=True)
             if self._graph_given is not None:
                 self._graph_given.put(more)
             inputs = StepInputs.of(self._graph_inputs, n, self._columns, s)
             output = StepOutput(self._graph_chosen[: len(owners)], self._graph_hidden)
-            self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, wanted, bucket, output)
-            self._replay(bucket, outputs_only)
+            self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, wanted, graph, output)
+            graph.replay()
             return self._hand_out(owners, output, wanted)
         inputs = StepInputs.of(to_device(flat, self._device), n, self._columns, s)
         self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, wanted)
-        output = self._step(inputs, tiled(decodes, prompts), more, outputs_only=outputs_only)
+        output = self._step(inputs, more, outputs_only=outputs_only, has_tiles=has_tiles)
         return self._hand_out(owners, output, wanted)
 
-    def _run_again(self, last: _Pass) -> StepOutput:
-        if last.bucket is None or last.output is None:
-            return self._step(last.inputs, outputs_only=last.outputs_only)
-        self._replay(last.bucket, last.outputs_only)
-        return last.output
+    def _graph_for(self, rows: int, has_prompts: bool, has_tiles: bool) -> _Graph | None:
+        """The smallest captured step that does for so many rows. Short prompts may be among those that decode, unless
+        outputs alone are embedded there."""
+        with_tiles = has_tiles or (has_prompts and self._model.embeds_outputs_apart)
+        for graphs in (None if with_tiles else self._decode_graphs, self._prompt_graphs):
+            if graphs is not None and (bucket := graphs.bucket_for(rows)) is not None:
+                return _Graph(graphs, bucket)
+        return None
 
-    def _replay(self, bucket: int, outputs_only: bool) -> None:
-        graphs = self._output_graphs if outputs_only else self._graphs
-        assert graphs is not None
-        graphs.replay(bucket)
+    def _run_again(self, last: _Pass) -> StepOutput:
+        if last.graph is None or last.output is None:
+            return self._step(last.inputs, outputs_only=last.outputs_only)
+        last.graph.replay()
+        return last.output
 
     def _hand_out(
         self, owners: Sequence[tuple[Request, int]], output: StepOutput, wanted: WantedHidden | None
@@ -243,20 +257,20 @@ class DeviceRunner:
         return Launched(owners, rows, buffer.event, self._times, self._model, wanted, hidden)
 
     @torch.inference_mode()
-    def _capture(self, buckets: Sequence[int], takes_inputs: bool) -> None:
+    def _capture(self, decodes: Sequence[int], prompts: Sequence[int], takes_inputs: bool) -> None:
         """``takes_inputs``: prompts are embeddings as a rule, and no less to be captured than those of ids."""
-        largest = max(buckets)
+        largest = max(prompts)
         size = step_size(largest, self._columns, self._max_rows)
         self._graph_inputs = torch.zeros(size, dtype=torch.int64, device=self._device)
         self._graph_chosen = torch.zeros(self._max_rows, self._columns, dtype=torch.int64, device=self._device)
         self._graph_hidden = torch.empty(0, device=self._device)
         given = self._graph_given = GivenRows(largest, self._axes, _inputs_like(self._model)) if takes_inputs else None
 
-        def step(n: int, *, outputs_only: bool = False) -> None:
+        def step(n: int, *, outputs_only: bool = False, has_tiles: bool = False) -> None:
             s = min(n, self._max_rows)
             inputs = StepInputs.of(self._graph_inputs, n, self._columns, s)
             brought = None if given is None or outputs_only else given.of(n)
-            output = self._step(inputs, given=brought, outputs_only=outputs_only)
+            output = self._step(inputs, brought, outputs_only=outputs_only, has_tiles=has_tiles)
             self._graph_chosen[:s] = output.ids
             if self._hands_hidden:
                 if not len(self._graph_hidden):  # the first is the largest, and not captured yet
@@ -265,13 +279,14 @@ class DeviceRunner:
 
         self._model.verify_weights()
         # Zeros are row 0 at position 0, which is nobody's yet; its page is the scratch page.
-        self._graphs = StepGraphs(step, buckets)
-        if self._model.embeds_outputs_apart:
-            most = bisect_left(buckets, self._max_rows) + 1  # a step of outputs alone has one row a request
-            self._output_graphs = StepGraphs(partial(step, outputs_only=True), buckets[:most])
-        rows = ", ".join(map(str, self._graphs.buckets))
-        seconds = sum(graphs.capture_seconds for graphs in self._all_graphs)
-        log.info("captured CUDA graphs for steps of %s rows in %.1f s", rows, seconds)
+        self._prompt_graphs = StepGraphs(partial(step, has_tiles=True), prompts)
+        one_row_each = partial(step, outputs_only=self._model.embeds_outputs_apart)
+        self._decode_graphs = StepGraphs(one_row_each, decodes, self._prompt_graphs)
+        log.info(
+            "captured CUDA graphs for steps of %s rows, and with prompts of %s, in %.1f s",
+            *(", ".join(map(str, graphs.buckets)) for graphs in self.graphs),
+            sum(graphs.capture_seconds for graphs in self.graphs),
+        )
 
 
 def _inputs_like(model: StepModel) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,9 +17,10 @@ from sgl_omni.engine.kv_cache import KVCache
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.platform import for_kernels
 from sgl_omni.engine.request import LOST
-from sgl_omni.engine.row_attention import RowLayout, TorchRowAttention, TritonRowAttention
+from sgl_omni.engine.row_attention import RowLayout, Tiled, TorchRowAttention, TritonRowAttention
 from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.sampler import is_no_choice
+from sgl_omni.engine.tiles import most_tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,8 @@ class StepInputs:
 
     ``rows`` int64 [n]: whose state each row belongs to. ``given`` int64 [n]: its position, or -1 where both position
     and ids are those of the state. ``ids`` int64 [n, columns] where given. ``ends`` int64 [s]: the rows of the pass
-    that yield, ``targets`` int64 [s]: whose state takes the output.
+    that yield, ``targets`` int64 [s]: whose state takes the output. ``tiled`` int64 [2] and ``tiles`` int64
+    [``most_tiles(n)``, 2]: see ``Tiled``.
     """
 
     rows: Tensor
@@ -37,16 +38,19 @@ class StepInputs:
     ids: Tensor
     ends: Tensor
     targets: Tensor
+    tiled: Tensor
+    tiles: Tensor
 
     @classmethod
     def of(cls, flat: Tensor, n: int, columns: int, s: int) -> StepInputs:
         """Views of one int64 buffer, so that all of it arrives in one copy."""
-        rows, given, ids, ends, targets = flat[: step_size(n, columns, s)].split([n, n, n * columns, s, s])
-        return cls(rows, given, ids.view(n, columns), ends, targets)
+        sizes = [n, n, n * columns, s, s, 2, 2 * most_tiles(n)]
+        rows, given, ids, ends, targets, tiled, tiles = flat[: step_size(n, columns, s)].split(sizes)
+        return cls(rows, given, ids.view(n, columns), ends, targets, tiled, tiles.view(-1, 2))
 
 
 def step_size(n: int, columns: int, s: int) -> int:
-    return n * (2 + columns) + 2 * s
+    return n * (2 + columns) + 2 * s + 2 + 2 * most_tiles(n)
 
 
 class StepOutput(NamedTuple):
@@ -118,14 +122,14 @@ class DeviceStep:
     def __call__(
         self,
         inputs: StepInputs,
-        prompts: Sequence[tuple[int, int]] = (),
         given: GivenInputs | None = None,
         *,
         outputs_only: bool = False,
+        has_tiles: bool = False,
     ) -> StepOutput:
         """Runs the pass and moves the state of the rows that yield on.
 
-        ``prompts``: see ``RowLayout``. ``outputs_only``: no row is one of a prompt.
+        ``outputs_only``: no row is one of a prompt. ``has_tiles``: some rows may be in tiles.
         """
         model, fields, tables = self._model, self._rows.fields, self._rows.tables
         positions, rope, slots, ids = begin_rows(
@@ -137,7 +141,8 @@ class DeviceStep:
         rope = rope.expand(model.axes, -1)
         if given is not None:
             x, rope = given.into(x, rope)
-        layout = RowLayout(positions, inputs.rows, tables, slots, prompts)
+        tiles = Tiled(inputs.tiled, inputs.tiles) if has_tiles else None
+        layout = RowLayout(positions, inputs.rows, tables, slots, tiles)
         attend: Attend = self._attention(self._cache, layout)
         if self._sources is not None:
             attend = RowSourceAttend(self._sources, attend, fields[inputs.rows, Field.PLACE].to(torch.int64))

@@ -23,8 +23,9 @@ from sgl_omni.errors import InvalidRequest, NotFinite, StartupError
 
 _ROWS_AHEAD = 48
 _FREE_ROWS_AHEAD = 256
-_MIXED_GRAPH_ROWS = 512
-"""Beyond that a step is long enough to be launched kernel by kernel."""
+_MIXED_GRAPH_ROWS = 1024
+"""Room for the prompts of as many requests as end, where some hundreds decode. Matrix products of fewer rows leave a
+large GPU idle; steps of more would keep those who decode waiting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +165,7 @@ class AutoregressiveEngine:
             sources=sources,
         )
         # A prompt that is cut into pieces which fit a graph is sooner through than one that is launched by kernels.
-        largest = ahead.graphs.buckets[-1] if ahead.graphs else None
+        largest = ahead.graphs[-1].buckets[-1] if ahead.graphs else None
         step_rows = max(largest, settings.max_running_requests + 64) if largest else None
         return cls(task, ahead, pool, settings.limits(max_positions, ahead=True, step_rows=step_rows), sources)
 

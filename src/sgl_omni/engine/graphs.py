@@ -16,27 +16,28 @@ def can_capture(device: torch.device) -> bool:
 StepOfRows = Callable[[int], None]
 
 
-def bucket_rows(max_batch: int, max_rows: int) -> list[int]:
-    """Row counts to capture: fine steps up to ``max_batch`` decoding requests, then coarse ones up to ``max_rows``.
+def decode_buckets(most: int) -> list[int]:
+    """Row counts to capture for steps of up to so many requests of one row each."""
+    return [*(n for n in (1, 2, 4, *range(8, 64, 8), *range(64, most, 16)) if n < most), most]
 
-    The coarse ones are for steps that prompts take part in.
-    """
-    small = [n for n in (1, 2, 4, *range(8, 64, 8), *range(64, max_batch, 16)) if n < max_batch]
-    mixed = range((max_batch // 64 + 1) * 64, max_rows + 1, 64)
-    return [*small, max_batch, *mixed] if max_batch else []
+
+def prompt_buckets(most: int) -> list[int]:
+    """Row counts to capture for steps that prompts take part in, up to so many rows."""
+    return [*(n for n in (*range(64, 512, 64), *range(512, most, 128)) if n < most), most]
 
 
 class StepGraphs:
     """Captures ``step(rows)`` for every bucket, the largest first, so that all share one memory pool."""
 
-    def __init__(self, step: StepOfRows, buckets: Sequence[int]) -> None:
+    def __init__(self, step: StepOfRows, buckets: Sequence[int], beside: StepGraphs | None = None) -> None:
         """Takes as long as ``capture_seconds`` says, and ``bytes`` of torch's memory on the device. The step must read
-        and write the same tensors each time."""
+        and write the same tensors each time. ``beside``: others that never run at the same time, nor leave anything in
+        memory of their own, share theirs."""
         self.buckets = sorted(buckets)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         started = time.perf_counter()
         reserved = torch.cuda.memory_reserved()
-        pool = None
+        pool = None if beside is None else beside.pool
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         for rows in reversed(self.buckets):
@@ -48,6 +49,7 @@ class StepGraphs:
                 step(rows)
             pool = graph.pool()
             self._graphs[rows] = graph
+        self.pool = pool
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self.bytes = torch.cuda.memory_reserved() - reserved

@@ -163,7 +163,8 @@ def embed_rows(model: StepModel, chunks: Sequence[Chunk]) -> Tensor:
                 ids.append(torch.zeros(split - chunk.start, model.columns, dtype=torch.int64))
         if chunk.stop > split:
             first = max(chunk.start, split) - request.prompt_length
-            ids.append(torch.from_numpy(request.outputs.array(first, chunk.stop - request.prompt_length)))
+            outputs = request.outputs.array(first, chunk.stop - request.prompt_length)
+            ids.append(torch.from_numpy(outputs).to(torch.int64))
         row += chunk.length
     x = model.embed_ids(torch.cat(ids).to(model.device))
     for start, rows in given:

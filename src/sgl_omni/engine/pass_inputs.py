@@ -14,9 +14,7 @@ from sgl_omni.engine.inputs import added_rows
 from sgl_omni.engine.inserted import layer_rows
 from sgl_omni.engine.request import Chunk
 from sgl_omni.engine.row_memory import send, to_device
-
-_TILED_ROWS = 16
-"""A prompt chunk of fewer rows is attended row by row."""
+from sgl_omni.engine.tiles import LEAST_ROWS, cut
 
 
 def describe(
@@ -24,12 +22,12 @@ def describe(
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """The inputs of a pass of n rows of which s yield, as one array, laid out as ``StepInputs.of`` reads it.
 
-    Rows to spare are those of state row ``padding``.
+    Rows to spare are those of state row ``padding``. Prompts that make tiles come last: see ``tiles_last``.
     """
     flat = np.zeros(step_size(n, columns, s), dtype=np.int64)
     rows, given = flat[:n], flat[n : 2 * n]
     ids = flat[2 * n : (2 + columns) * n].reshape(n, columns)
-    ends, targets = flat[-2 * s : -s] if s else flat[:0], flat[-s:] if s else flat[:0]
+    ends, targets, tiled, tiles = np.split(flat[(2 + columns) * n :], [s, 2 * s, 2 * s + 2])
     rows.fill(padding)
     targets.fill(padding)
     count = len(decodes)
@@ -47,7 +45,19 @@ def describe(
             ends[yielding], targets[yielding] = stop - 1, chunk.request.row
             yielding += 1
         at = stop
+    if lengths := [chunk.length for chunk in prompts if makes_tiles(chunk)]:
+        tiled[:] = at - sum(lengths), at
+        cut(at - sum(lengths), lengths, tiles.reshape(-1, 2))
     return flat
+
+
+def makes_tiles(chunk: Chunk) -> bool:
+    return chunk.length >= LEAST_ROWS
+
+
+def tiles_last(prompts: Sequence[Chunk]) -> list[Chunk]:
+    """Those attended row by row before those that make tiles, else as they are."""
+    return sorted(prompts, key=makes_tiles)
 
 
 def gather_given(first: int, prompts: Sequence[Chunk], axes: int, device: torch.device) -> Given | None:
@@ -98,16 +108,6 @@ def _brings_more(chunk: Chunk) -> bool:
     again = request.inputs is not None and chunk.stop > request.prompt_length
     prompt = request.prompt
     return again or any(part is not None for part in (prompt.embeddings, prompt.positions, prompt.inserted))
-
-
-def tiled(decodes: Sequence[Chunk], prompts: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Runs of rows for the tiled kernel; all rows behind the first run must be in one."""
-    spans, at = [], len(decodes)
-    for chunk in prompts:
-        if spans or chunk.length >= _TILED_ROWS:
-            spans.append((at, chunk.length))
-        at += chunk.length
-    return spans
 
 
 def _fill_ids(ids: np.ndarray[tuple[int, int], np.dtype[np.int64]], chunk: Chunk) -> None:

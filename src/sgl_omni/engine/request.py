@@ -189,7 +189,7 @@ class Request:
     source: Tensor | None = None
     place: int = -1
     arrival: int = -1
-    outputs: OutputRows = field(default_factory=OutputRows)
+    outputs: OutputRows = field(init=False)
     finish_reason: str | None = None
     page_keys: list[bytes] = field(default_factory=list[bytes])
     pages: list[int] = field(default_factory=list[int])
@@ -210,6 +210,7 @@ class Request:
         if self.max_outputs < 1:
             raise InvalidRequest(f"at least one output must be allowed, not {self.max_outputs}", param="max_new_tokens")
         self.prompt_length = len(self.prompt)
+        self.outputs = OutputRows(room=self.max_outputs)
 
     @property
     def length(self) -> int:
@@ -270,7 +271,7 @@ class Request:
         if following.source is not None:
             self.source = following.source
         self.drawn += len(self.outputs)
-        self.outputs = OutputRows()
+        self.outputs = OutputRows(room=self.max_outputs)
         self.sent = self.computed = self.launched = self.due = 0
         self.sequence += 1
 

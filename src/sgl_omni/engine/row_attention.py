@@ -5,7 +5,6 @@ Nothing depends on a value that the host would have to know, so that a step can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,26 +16,37 @@ from sgl_omni.engine.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Tiled:
+    """Rows that are attended in tiles: ``within`` int64 [2], from one to before the other, if any at all.
+
+    ``tiles`` int64 [tiles, 2]: the first row and the number of rows of each, 0 where there is none.
+    """
+
+    within: Tensor
+    tiles: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RowLayout:
     """Where the rows of a pass belong.
 
     ``positions`` int64 [n] within their sequences, ``rows`` int64 [n]: the row of ``tables`` int32 [requests, pages
-    of a sequence] that each uses, ``slots`` int64 [n]: where keys and values go. ``prompts`` (first row, rows): runs
-    of rows of one sequence that are worth tiles; all rows before the first run are on their own.
+    of a sequence] that each uses, ``slots`` int64 [n]: where keys and values go. ``tiled``: where some rows may be
+    attended in tiles; all others are on their own.
     """
 
     positions: Tensor
     rows: Tensor
     tables: Tensor
     slots: Tensor
-    prompts: Sequence[tuple[int, int]] = ()
+    tiled: Tiled | None = None
 
     @classmethod
     def of(
-        cls, positions: Tensor, rows: Tensor, tables: Tensor, page_size: int, prompts: Sequence[tuple[int, int]] = ()
+        cls, positions: Tensor, rows: Tensor, tables: Tensor, page_size: int, tiled: Tiled | None = None
     ) -> RowLayout:
         page = tables.view(-1)[rows * tables.shape[1] + positions // page_size]
-        return cls(positions, rows, tables, page.to(torch.int64) * page_size + positions % page_size, prompts)
+        return cls(positions, rows, tables, page.to(torch.int64) * page_size + positions % page_size, tiled)
 
 
 class TorchRowAttention:
@@ -66,7 +76,7 @@ class TorchRowAttention:
 
 
 class TritonRowAttention:
-    """Both kernels: one row of a sequence at a time, and tiles for the layout's prompts."""
+    """Both kernels: one row of a sequence at a time, and the layout's tiles."""
 
     def __init__(self, cache: KVCache, layout: RowLayout, *, splits: int | None = None) -> None:
         """``splits``: parts of each single row's sequence; by default as many as fill the GPU."""
@@ -76,11 +86,7 @@ class TritonRowAttention:
         self._kernels = attention
         self._cache = cache
         self._layout = layout
-        rows = layout.positions.shape[0]
-        self._single = layout.prompts[0][0] if layout.prompts else rows
-        self._splits = splits or attention.splits_for(self._single, cache.shape.kv_heads, cache.device)
-        tiles = attention.prefill_tiles(list(layout.prompts))
-        self._tiles = torch.tensor(tiles, dtype=torch.int32, device=cache.device) if tiles else None
+        self._splits = splits or attention.splits_for(layout.positions.shape[0], cache.shape.kv_heads, cache.device)
 
     def from_qkv(self, layer: int, qkv: QKV, rotation: tuple[Tensor, Tensor], *, window: int | None = None) -> Tensor:
         keys, values = self._cache.layer(layer)
@@ -94,13 +100,10 @@ class TritonRowAttention:
         return self._attend(q.contiguous(), *self._cache.layer(layer), window)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-        layout, n, out = self._layout, self._single, torch.empty_like(q)
-        if n:
-            self._kernels.decode_attention(
-                q[:n], keys, values, layout.tables, layout.rows, layout.positions, window, self._splits, out
-            )
-        if self._tiles is not None:
-            self._kernels.prefill_attention(
-                q, keys, values, layout.tables, layout.rows, layout.positions, self._tiles, window, out
-            )
+        layout, tiled, out = self._layout, self._layout.tiled, torch.empty_like(q)
+        where = (q, keys, values, layout.tables, layout.rows, layout.positions)
+        within = None if tiled is None else tiled.within
+        self._kernels.decode_attention(*where, window, self._splits, out, within)
+        if tiled is not None:
+            self._kernels.prefill_attention(*where, tiled.tiles, window, out)
         return out

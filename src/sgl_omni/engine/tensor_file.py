@@ -21,7 +21,7 @@ from sgl_omni.json_files import parse_json
 BLOCK_BYTES = 4 * 2**20
 """Read at a time. To pin larger buffers takes longer than it saves; on smaller blocks the interpreter takes longer."""
 
-MOST_THREADS = 4
+MOST_THREADS = 6
 
 _DTYPES = {
     "F64": torch.float64,
@@ -115,7 +115,7 @@ class _Readers:
 
     def read(self, block: Rows) -> None:
         if block.target.device.type == "cpu":
-            _read_into(block.fd, block.begin, block.target)
+            _read_into(block.fd, block.begin, memoryview(block.target.numpy()))
             return
         staging: _Staging | None = getattr(self._of_thread, "staging", None)
         if staging is None:
@@ -124,27 +124,25 @@ class _Readers:
 
 
 class _Staging:
-    """Two pinned buffers and a stream."""
+    """Two pinned buffers and a stream, which is the current one of the thread from then on."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._buffers = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._copied = [torch.cuda.Event() for _ in range(2)]
-        self._turn = 0
+        torch.cuda.set_stream(self._stream)
+        buffers = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._buffers = [(each, memoryview(each.numpy()), torch.cuda.Event()) for each in buffers]
 
     def read(self, block: Rows) -> None:
-        buffer, copied = self._buffers[self._turn], self._copied[self._turn]
-        self._turn = 1 - self._turn
+        self._buffers.reverse()
+        buffer, view, copied = self._buffers[0]
+        size = block.target.numel()
         copied.synchronize()  # at once, where nothing has been recorded yet
-        host = buffer[: block.target.numel()]
-        _read_into(block.fd, block.begin, host)
-        with torch.cuda.stream(self._stream):
-            block.target.copy_(host, non_blocking=True)
-            copied.record(self._stream)
+        _read_into(block.fd, block.begin, view[:size])
+        block.target.copy_(buffer if size == BLOCK_BYTES else buffer[:size], non_blocking=True)
+        copied.record(self._stream)
 
 
-def _read_into(fd: int, begin: int, target: Tensor) -> None:
-    view = memoryview(target.numpy())
+def _read_into(fd: int, begin: int, view: memoryview) -> None:
     done = 0
     while done < len(view):
         count = os.preadv(fd, [view[done:]], begin + done)

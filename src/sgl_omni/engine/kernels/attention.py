@@ -9,9 +9,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sgl_omni.engine.kernels.elementwise import launches_early, need_contiguous, pdl, prefetch_l2
+from sgl_omni.engine.tiles import TILE_ROWS
 
 _DECODE_TILE = 64
-_PREFILL_ROWS = 64
 _PREFILL_TILE = 64
 _MAX_SPLITS = 16
 _ENOUGH_PROGRAMS = 512
@@ -28,6 +28,7 @@ def _decode(
     positions,
     out,
     partial,
+    tiled,
     scale,
     window,
     table_stride,
@@ -41,6 +42,7 @@ def _decode(
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     SPLIT: tl.constexpr,
+    TILED: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -58,14 +60,20 @@ def _decode(
     start = first + split * share
     stop = tl.minimum(length, start + share)
     tiles = tl.maximum(tl.cdiv(stop - start, TILE), 1)
+    if TILED:
+        # Rows that are in tiles are the other kernel's; they have nothing to see here.
+        is_tiled = (row >= tl.load(tiled)) & (row < tl.load(tiled + 1))
+        stop = tl.where(is_tiled, start, stop)
+        tiles = tl.where(is_tiled, 0, tiles)
     if EARLY:
         # What earlier steps wrote is on its way before the kernel in front has written this step's own.
-        early = start + tl.arange(0, TILE)
-        early_page = tl.load(table + early // PAGE, mask=early < stop, other=0).to(tl.int64)
-        line = tl.arange(0, HEAD_BLOCK // 64 if HEAD_BLOCK >= 64 else 1) * 64
-        early_place = ((early_page * PAGE + early % PAGE) * KV_HEADS + first_head)[:, None] * HEAD_DIM + line[None, :]
-        prefetch_l2(keys + early_place)
-        prefetch_l2(values + early_place)
+        if stop > start:
+            early = start + tl.arange(0, TILE)
+            page_of = tl.load(table + early // PAGE, mask=early < stop, other=0).to(tl.int64)
+            line = tl.arange(0, HEAD_BLOCK // 64 if HEAD_BLOCK >= 64 else 1) * 64
+            early_place = ((page_of * PAGE + early % PAGE) * KV_HEADS + first_head)[:, None] * HEAD_DIM + line[None, :]
+            prefetch_l2(keys + early_place)
+            prefetch_l2(values + early_place)
         gdc_wait()
         gdc_launch_dependents()
     highest = tl.full([16], -1.0e30, tl.float32)
@@ -154,11 +162,13 @@ def decode_attention(
     window: int | None,
     splits: int,
     out: Tensor,
+    tiled: Tensor | None = None,
 ) -> None:
     """Each row of q sees the positions up to its own of the pages in row ``rows`` of the tables.
 
     q and out [n, heads, head_dim], keys and values [pages, page_size, kv_heads, head_dim], tables int32 [requests,
-    pages of a sequence], rows and positions int64 [n or more].
+    pages of a sequence], rows and positions int64 [n or more]. ``tiled`` int64 [2]: the rows from one to before the
+    other are left out.
     """
     need_contiguous(keys=keys, values=values, out=out)
     q = q.contiguous()
@@ -179,6 +189,7 @@ def decode_attention(
         positions,
         out,
         partial,
+        positions if tiled is None else tiled,
         head_dim**-0.5 * 1.4426950408889634,
         window or 2**30,
         tables.stride(0),
@@ -192,6 +203,7 @@ def decode_attention(
         _DECODE_TILE,
         at_once,
         splits > 1,
+        tiled is not None,
         "ieee" if q.dtype == torch.float32 else "tf32",
         early,
         num_warps=4,
@@ -226,7 +238,7 @@ def _prefill(
     PRECISION: tl.constexpr,
 ):
     first_row = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    count = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    count = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int32)
     head = tl.program_id(1)
     kv_head = head // GROUP
     i = tl.arange(0, ROWS)
@@ -241,9 +253,10 @@ def _prefill(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
     lowest = tl.maximum(start - window + 1, 0) // TILE * TILE
-    for at in range(lowest, start + count, TILE):
+    stop = tl.where(count > 0, start + count, 0)
+    for at in range(lowest, stop, TILE):
         position = at + tl.arange(0, TILE)
-        known = position < start + count
+        known = position < stop
         page = tl.load(table + position // PAGE, mask=known, other=0).to(tl.int64)
         place = ((page * PAGE + position % PAGE) * KV_HEADS + kv_head)[:, None] * HEAD_DIM + d[None, :]
         inside = known[:, None] & (d < HEAD_DIM)[None, :]
@@ -262,15 +275,6 @@ def _prefill(
     tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_inside)
 
 
-def prefill_tiles(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Cuts spans (first row, rows) into what one program takes."""
-    return [
-        (at, min(_PREFILL_ROWS, first + rows - at))
-        for first, rows in spans
-        for at in range(first, first + rows, _PREFILL_ROWS)
-    ]
-
-
 def prefill_attention(
     q: Tensor,
     keys: Tensor,
@@ -282,9 +286,10 @@ def prefill_attention(
     window: int | None,
     out: Tensor,
 ) -> None:
-    """Writes to ``out`` the attention of the rows that ``tiles`` int32 [tiles, 2] name, each up to its own position.
+    """Writes to ``out`` the attention of the rows of ``tiles`` int64 [tiles, 2], each up to its own position.
 
-    The other arguments are those of ``decode_attention``. The rows of a tile follow one another in one sequence.
+    A tile is a first row and ``TILE_ROWS`` rows or fewer of one sequence; one of no rows is passed over. The other
+    arguments are those of ``decode_attention``.
     """
     need_contiguous(keys=keys, values=values, out=out)
     q = q.contiguous()
@@ -308,7 +313,7 @@ def prefill_attention(
         head_dim,
         max(16, triton.next_power_of_2(head_dim)),
         page,
-        _PREFILL_ROWS,
+        TILE_ROWS,
         _PREFILL_TILE,
         "ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
