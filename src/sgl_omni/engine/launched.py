@@ -83,8 +83,8 @@ class OutputBuffer:
             self._rows = self._memory[: ids.shape[0]]
         if ids.dtype != torch.int64 or not ids.is_contiguous():
             ids = ids.to(torch.int64).contiguous()
-        status = self._copy(self._address, ids.data_ptr(), self._rows.nbytes, stream.cuda_stream)
-        if status:
+        size = self._rows.nbytes  # none in a step that holds parts of prompts only
+        if size and (status := self._copy(self._address, ids.data_ptr(), size, stream.cuda_stream)):
             raise RuntimeError(f"the CUDA driver does not copy a step's outputs: error {status}")
         self.event.record(stream)
         return self._rows
