@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sizes import published
+from benchmarks.sizes import ming, published
 from benchmarks.sizes.draw import Rules, write_weights
 from benchmarks.sizes.tensors import shapes_of
 from benchmarks.sizes.words import write_words
@@ -30,6 +30,8 @@ CONFIGS: dict[str, Callable[[int | None, bool], published.Files]] = {
     "qwen3_tts": published.qwen3_tts,
     "moss_tts_local": published.moss_tts_local,
     "csm": published.csm,
+    "ming_omni_tts": ming.ming_omni_tts,
+    "ming_omni_tts_moe": ming.ming_omni_tts_moe,
     "whisper": published.whisper,
     "qwen3_asr": published.qwen3_asr,
     "text_llm": published.text_llm,
@@ -91,6 +93,9 @@ def rules_of(family: str, files: published.Files) -> Rules:
         # The decision sees a normed state, whose numbers add up to the sum of the norm's bias, whatever was said.
         constants["local_transformer.ln_f.bias"] = (0.1,) * config["gpt2_config"]["n_embd"]
         constants["local_text_lm_head.weight"] = (1.0, -1.0)
+    elif family in ("ming_omni_tts", "ming_omni_tts_moe"):
+        zero_rows["stop_head.weight"] = (0, 1)
+        constants["stop_head.bias"] = (1.0, 0.0)
     # CSM ends with a frame of which all 32 codes are 0.
     return Rules(zero_rows=zero_rows, constants=constants)
 

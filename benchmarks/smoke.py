@@ -6,8 +6,9 @@ For each family it makes the model folder (``benchmarks/real_size.py``), starts 
 ``--concurrency`` callers for ``--seconds``, records times, memory and gauges, ends the server, looks for what is left
 and deletes the folder. A family that fails is a result, with the last lines of its log, and the next one is begun. A
 line of JSON is printed as soon as a family is done, so that a run that is cut has told what it knew (``--out`` keeps
-them in a file); the last line is a summary of all. ``--tiny`` is a rehearsal with small models on a CPU: its figures
-mean nothing.
+them in a file); the last line is a summary of all. Standard error tells when a family's folder is made and when its
+server is ready; ``--log FOLDER`` keeps what each server says in ``FOLDER/<family>.log``, line by line as it comes, with
+the seconds since the server's start. ``--tiny`` is a rehearsal with small models on a CPU: its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +36,17 @@ LOADS = {
     "qwen3_tts": ("streamed",),
     "moss_tts_local": ("streamed",),
     "csm": ("streamed",),
+    "ming_omni_tts": ("streamed", "reference"),
+    "ming_omni_tts_moe": ("streamed",),
     "whisper": ("transcription",),
     "qwen3_asr": ("transcription",),
     "text_llm": ("text",),
     "qwen3_omni": ("text", "spoken"),
 }
-_EXAMPLES = {name: f"{name}.yaml" for name in ("higgs_tts", "csm", "whisper", "qwen3_asr", "text_llm", "qwen3_omni")}
+_EXAMPLES = {
+    **{name: f"{name}.yaml" for name in ("higgs_tts", "csm", "whisper", "qwen3_asr", "text_llm", "qwen3_omni")},
+    **dict.fromkeys(("ming_omni_tts", "ming_omni_tts_moe"), "ming_omni_tts.yaml"),
+}
 _FLAGS = {
     # The shipped topology encodes reference voices on the host; beside the engine there is room for them here.
     "moss_tts_local": [
@@ -55,8 +61,8 @@ _POOLS = {
     "whisper": ("asr_engine",),
     "qwen3_asr": ("asr_engine",),
 }
-_FRAMES = {"higgs_tts": 95}
-"""Of 40 ms; other codecs here have frames of 80 ms, and get half as many for the same 3.8 s."""
+_FRAMES = {"higgs_tts": 95, "ming_omni_tts": 12, "ming_omni_tts_moe": 12}
+"""Of 40 ms, and steps of 320 ms; other codecs here have frames of 80 ms, and get 48 for the same 3.8 s."""
 LOG_LINES = 40
 LOAD_FACTS = ("requests_per_s", "audio_seconds_per_s", "tokens_per_s", "first_audio_s", "first_text_s", "failed")
 INSTANCE_FACTS = ("name", "device", "state", "kv_capacity_tokens", "restarts")
@@ -108,17 +114,21 @@ def _make(family: str, folder: Path, options: argparse.Namespace, result: dict[s
     command = [sys.executable, "-m", "benchmarks.real_size", "--family", family, "--out", str(folder)]
     command += ["--drawn-gb", str(drawn), *["--tiny"] * options.tiny]
     command += ["--layers", str(options.layers)] if options.layers else []
+    begun = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the folder could not be made: {done.stderr[-2000:]}")
     result["made"] = json.loads(done.stdout.splitlines()[-1])
+    _tell(f"{family}: the model folder was made in {time.perf_counter() - begun:.1f} s")
 
 
 def _serve(family: str, folder: Path, options: argparse.Namespace, result: dict[str, Any]) -> None:
     asks = asks_of(family, size_of(family, options.tiny))
-    with Server(*arguments(family, folder, tiny=options.tiny, more=options.serve)) as server:
+    log = options.log / f"{family}.log" if options.log is not None else None
+    with Server(*arguments(family, folder, tiny=options.tiny, more=options.serve), log=log) as server:
         try:
             result["seconds_to_ready"] = server.wait_ready(options.start_timeout)
+            _tell(f"{family}: the server was ready after {result['seconds_to_ready']:.1f} s")
             result["memory"]["ready"] = server.memory()
             result["instances"] = [{key: i[key] for key in INSTANCE_FACTS} for i in server.health()["instances"]]
             result["requests"] = asyncio.run(one_by_one(server.url, asks, options.times, options.timeout))
@@ -137,6 +147,10 @@ def _serve(family: str, folder: Path, options: argparse.Namespace, result: dict[
             raise ServerFailed(f"{type(error).__name__}: {error}; the server's exit status is {state}") from error
         if _complaints(result):
             result["log"] = server.lines[-LOG_LINES:]
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _complaints(result: dict[str, Any]) -> list[str]:
@@ -163,6 +177,7 @@ def main() -> None:
     parser.add_argument("--until", type=float, help="seconds after which no other family is begun")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="the rest goes to `sgl-omni serve`")
     parser.add_argument("--out", type=Path, help="a file for all results, written anew after each family")
+    parser.add_argument("--log", type=Path, help="a folder for what each server says; made where there is none")
     parser.add_argument("--json", action="store_true", help="nothing but JSON on standard output")
     options = parser.parse_args()
     exit_when_told()
@@ -171,6 +186,11 @@ def main() -> None:
         parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(CONFIGS)}")
     if options.out is not None and not options.out.absolute().parent.is_dir():
         parser.error(f"--out: there is no folder {options.out.absolute().parent}")
+    if options.log is not None:
+        try:
+            options.log.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--log: {error}")
     results: list[dict[str, Any]] = []
     begun = time.perf_counter()
     for family in families:
@@ -183,7 +203,7 @@ def main() -> None:
             options.out.write_text(json.dumps(results))
         if not options.json:
             found = results[-1].get("error") or _complaints(results[-1]) or "ok"
-            print(f"{family}: {found}", file=sys.stderr, flush=True)
+            _tell(f"{family}: {found}")
     facts = {"benchmark": "smoke", "machine": platform.machine(), "tiny": options.tiny, "layers": options.layers}
     print(json.dumps({**facts, "families": {result["family"]: _summary(result) for result in results}}))
     sys.exit(0 if all(result["ok"] for result in results) else 1)

@@ -10,8 +10,9 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import httpx
 import psutil
@@ -31,14 +32,17 @@ class ServerFailed(Exception):
 class Server:
     """Started by ``with``, ended with it if it is still there; ``stop`` ends it as an operator would."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, log: Path | None = None) -> None:
+        """``log``: a file, written anew, for what the server says, with the seconds since its start."""
         self._arguments = arguments
+        self._log = log
         self.lines: list[str] = []
         self.url = ""
         self._members: dict[int, psutil.Process] = {}
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="omni-")  # short, as paths of sockets must be
+        log = None if self._log is None else self._log.open("w", buffering=1)
         self.begun = time.perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sgl_omni.cli.main", "serve", "--port", "0", *self._arguments],
@@ -49,7 +53,7 @@ class Server:
             cwd=ROOT,
             env=os.environ | {"XDG_RUNTIME_DIR": self._folder.name},
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(log,), daemon=True)
         self._reader.start()
         return self
 
@@ -133,10 +137,13 @@ class Server:
         if self.process.poll() is None:
             self._members |= {p.pid: p for p in psutil.Process(self.process.pid).children(recursive=True)}
 
-    def _read(self) -> None:
+    def _read(self, log: TextIO | None) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
+        with log or nullcontext():
+            for line in self.process.stdout:
+                self.lines.append(line.rstrip())
+                if log is not None:
+                    log.write(f"{time.perf_counter() - self.begun:8.3f} {self.lines[-1]}\n")
 
 
 def gpu_memory() -> dict[str, Any]:

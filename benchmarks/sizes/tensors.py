@@ -101,6 +101,13 @@ def _moss_tts_local(files: Files) -> Mapping[str, Named]:
     return {"": _slots(model.slots()), "audio_tokenizer": _slots(codec)}
 
 
+def _ming_omni_tts(files: Files) -> Mapping[str, Named]:
+    from sgl_omni.models.ming_omni_tts.spec import MingSpec, engine_shapes, vae_shapes
+
+    spec = MingSpec.parse(files["config.json"])
+    return {"": [*engine_shapes(spec), *vae_shapes(spec.vae)]}
+
+
 def _csm(files: Files) -> Mapping[str, Named]:
     from transformers import CsmConfig, CsmForConditionalGeneration
 
@@ -179,6 +186,8 @@ _FAMILIES: dict[str, Callable[[Files], Mapping[str, Named]]] = {
     "qwen3_tts": _qwen3_tts,
     "moss_tts_local": _moss_tts_local,
     "csm": _csm,
+    "ming_omni_tts": _ming_omni_tts,
+    "ming_omni_tts_moe": _ming_omni_tts,
     "whisper": _whisper,
     "qwen3_asr": _qwen3_asr,
     "qwen3_omni": _qwen3_omni,

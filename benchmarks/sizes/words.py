@@ -19,6 +19,24 @@ CHAT_TEMPLATE = (
 HIGGS_MARKS = ("<|tts|>", "<|ref_text|>", "<|ref_audio|>", "<|text|>", "<|audio|>", "<|text_end|>", "<|audio_end|>")
 MOSS_IDS = {**QWEN_IDS, "<|spoken|>": 151656, "<|heard|>": 151654, "<|audio_start|>": 151669, "<|audio_end|>": 151670}
 CSM_IDS = {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|AUDIO|>": 128002, "<|audio_eos|>": 128003}
+MING_IDS = {
+    **QWEN_IDS,
+    "<|vision_start|>": 151652,
+    "<|vision_end|>": 151653,
+    "<|vision_pad|>": 151654,
+    "<audioPatch>": 151705,
+    "<audio>": 151706,
+}
+MING_MOE_IDS = {
+    "<|endoftext|>": 126081,
+    "<role>": 126089,  # assumed, as the next one and </spk>: the others are known from code that reads the checkpoint
+    "</role>": 126090,
+    "<audioPatch>": 126357,
+    "<audio>": 126358,
+    "<spk>": 126368,
+    "</spk>": 126369,
+}
+LING_WORDS = 126080
 LLAMA_WORDS = 128000
 QWEN_WORDS = 151643
 WHISPER_WORDS = 50257
@@ -37,6 +55,10 @@ def write_words(family: str, folder: Path) -> None:
         _save(folder, QWEN_WORDS, QWEN_IDS | marks)
     elif family == "moss_tts_local":
         _save(folder, QWEN_WORDS, MOSS_IDS)
+    elif family == "ming_omni_tts":
+        _save(folder, QWEN_WORDS, MING_IDS)
+    elif family == "ming_omni_tts_moe":
+        _save(folder, LING_WORDS, MING_MOE_IDS, end="<|endoftext|>")
     elif family == "qwen3_asr":
         _save(folder, QWEN_WORDS, ASR_IDS, words=ROLE_IDS, plain={"<asr_text>": 151704})
     else:

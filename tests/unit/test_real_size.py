@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
+from sgl_omni.models.ming_omni_tts.model import MingModel
+from sgl_omni.models.ming_omni_tts.pipeline import MingOmniTTSPipelineConfig
 from sgl_omni.models.qwen3_asr.decoder import load_decoder
 from sgl_omni.models.qwen3_asr.prompt import PromptWriter
 from sgl_omni.models.qwen3_asr.spec import AUTHORS, AsrSpec
@@ -31,7 +33,7 @@ PUBLISHED = {
     "moss_tts_local": {"audio_tokenizer": 2_123_701_248},
 }
 """Numbers that the published checkpoints have in all."""
-FAMILIES = [*PUBLISHED, "qwen3_asr"]
+FAMILIES = [*PUBLISHED, "qwen3_asr", "ming_omni_tts", "ming_omni_tts_moe"]
 SHAPES = {
     "norm.weight": (8,),
     "layers.0.mlp.experts.0.up_proj.weight": (6, 8),
@@ -54,6 +56,15 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_folder_has_as_many_numbers_as_the_published_one(family: str) -> None:
     counted = {part: sum(map(math.prod, found.values())) for part, found in shapes(family, None, False).items()}
     assert counted | PUBLISHED[family] == counted
+
+
+@pytest.mark.parametrize(
+    ("family", "published", "head"), [("ming_omni_tts", 494_032_768, 0), ("ming_omni_tts_moe", 16_801_974_272, 126464)]
+)
+def test_ming_speaks_with_language_models_of_published_size(family: str, published: int, head: int) -> None:
+    """Qwen2.5-0.5B and Ling-lite; the head of the latter is not used in speech."""
+    found = {name: shape for name, shape in shapes(family, None, False)[""].items() if name.startswith("model.model.")}
+    assert sum(map(math.prod, found.values())) + head * 2048 == published
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,6 +131,17 @@ def test_one_stage_gets_its_tensors_alone(tmp_path: Path) -> None:
     names = Checkpoint(tmp_path / "audio_tokenizer").names()
     assert names
     assert all(name.startswith("quantizer.") for name in names)
+
+
+@pytest.mark.parametrize("family", ["ming_omni_tts", "ming_omni_tts_moe"])
+def test_a_folder_of_ming_is_one_that_its_family_takes(family: str, tmp_path: Path) -> None:
+    make(family, tmp_path, tiny=True)
+    speech = MingOmniTTSPipelineConfig.tasks(str(tmp_path)).speech
+    assert speech is not None and speech.sample_rate == 44100
+    model = MingModel.load(tmp_path)
+    states = torch.randn(5, 64)
+    assert torch.equal(model.end(states), torch.tensor([[1.0, 0.0]]).expand(5, 2))  # it never ends by itself
+    assert model.spec.patch * model.spec.vae.patch * model.spec.vae.hop / 44100 == 0.32
 
 
 def test_a_folder_of_qwen3_asr_is_one_that_its_family_takes(tmp_path: Path) -> None:
