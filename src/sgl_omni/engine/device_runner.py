@@ -244,15 +244,16 @@ class DeviceRunner:
         """``output.ids`` are those of the owners, and no others."""
         self._times.steps += 1
         hidden = None if wanted is None else output.hidden[wanted.at]
-        if self._stream is None:
+        if not self._buffers:
             return Launched(owners, output.ids.numpy().copy(), None, self._times, self._model, wanted, hidden)
+        self._turn = (self._turn + 1) % _BUFFERS
+        buffer = self._buffers[self._turn]
+        rows = buffer.copy(output.ids)
         if hidden is not None:
             # These go on to other stages as they are, so each step has pinned memory of its own.
             kept = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
             hidden = kept.copy_(hidden, non_blocking=True)
-        self._turn = (self._turn + 1) % _BUFFERS
-        buffer = self._buffers[self._turn]
-        rows = buffer.copy(output.ids, self._stream)
+        buffer.event.record(self._stream)
         return Launched(owners, rows, buffer.event, self._times, self._model, wanted, hidden)
 
     @torch.inference_mode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,32 +61,24 @@ class WantedHidden:
 class OutputBuffer:
     """Pinned memory that the ids of a step are copied to, and the event that tells when they are there.
 
-    Made once and used again and again, its views too: to make them anew takes the host longer than the copy does. The
-    driver is asked for the copy without torch, which looks up more about both tensors than a step's host work allows.
+    Made once and used again and again, its views too: to make them anew takes the host longer than the copy does.
     """
 
     def __init__(self, rows: int, columns: int) -> None:
         self.event = torch.cuda.Event(blocking=True)
-        memory = torch.zeros(rows, columns, dtype=torch.int64).pin_memory()
-        self._memory: npt.NDArray[np.int64] = memory.numpy()
-        self._address = memory.data_ptr()
-        self._rows = self._memory
-        # It returns at once, so the interpreter's lock is kept.
-        self._copy = ctypes.PyDLL("libcuda.so.1").cuMemcpyDtoHAsync_v2
-        self._copy.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        self._memory = torch.zeros(rows, columns, dtype=torch.int64).pin_memory()
+        self._view_first(rows)
 
-    def copy(self, ids: Tensor, stream: torch.cuda.Stream) -> npt.NDArray[np.int64]:
-        """Starts to copy ids [n, columns] behind the step of this stream that makes them. Returns where they will
-        be. Raises ``RuntimeError`` where the driver refuses."""
-        if ids.shape[0] != len(self._rows):
-            self._rows = self._memory[: ids.shape[0]]
-        if ids.dtype != torch.int64 or not ids.is_contiguous():
-            ids = ids.to(torch.int64).contiguous()
-        size = self._rows.nbytes  # none in a step that holds parts of prompts only
-        if size and (status := self._copy(self._address, ids.data_ptr(), size, stream.cuda_stream)):
-            raise RuntimeError(f"the CUDA driver does not copy a step's outputs: error {status}")
-        self.event.record(stream)
+    def copy(self, ids: Tensor) -> npt.NDArray[np.int64]:
+        """Starts to copy ids [n, columns] behind the step that makes them. Returns where they will be."""
+        if ids.shape[0] != self._view.shape[0]:
+            self._view_first(ids.shape[0])
+        self._view.copy_(ids, non_blocking=True)
         return self._rows
+
+    def _view_first(self, rows: int) -> None:
+        self._view = self._memory[:rows]
+        self._rows: npt.NDArray[np.int64] = self._view.numpy()
 
 
 @dataclass(slots=True, eq=False)
