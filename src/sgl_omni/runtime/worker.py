@@ -103,7 +103,7 @@ class Worker:
         if self._instance.device is not None and spawn.plan.platform == "cuda":
             from sgl_omni.gpu.torch_setup import set_up_torch  # here, as torch's seconds are not a factory's
 
-            set_up_torch()
+            set_up_torch(self._local_device() if self._instance.mps else None)
         started = time.monotonic()
         enforce_budgets(spawn.plan, self._instance, self._local_device())
         for name in self._instance.stages:
