@@ -53,8 +53,10 @@ def test_the_checkpoint_is_named_as_the_published_one(tiny: Tiny) -> None:
     assert not any("self_attn" in name or "shared_expert." in name for name in names)
 
 
-@pytest.mark.parametrize(("chunk", "device_rows"), [(7, False), (2048, True)])
-def test_audio_equals_the_plain_model(tiny: Tiny, model: MingModel, churn: Any, chunk: int, device_rows: bool) -> None:
+@pytest.mark.parametrize(("chunk", "device_rows"), [(7, False), (2048, True), (2048, "captured")])
+def test_audio_equals_the_plain_model(
+    tiny: Tiny, model: MingModel, churn: Any, chunk: int, device_rows: bool | str
+) -> None:
     generator = torch.Generator().manual_seed(3)
     payloads, expected = {}, {}
     for i, text in enumerate(TEXTS):
@@ -68,7 +70,7 @@ def test_audio_equals_the_plain_model(tiny: Tiny, model: MingModel, churn: Any, 
             expected[f"{text} {heard}"] = (said, reason)
     assert {reason for _, reason in expected.values()} == {"stop", "length"}
     options = EngineSettings(max_total_tokens=4096, page_size=1, chunked_prefill_tokens=chunk)
-    engine = AutoregressiveEngine.build(model, MingTask(model), options, device_rows=device_rows)
+    engine = AutoregressiveEngine.build(model, MingTask(model), options, device_rows=bool(device_rows))
     seen = churn(engine, payloads, f"experts {chunk}")
     for name, (said, reason) in expected.items():
         result, audio = seen[name].result, seen[name].joined("audio").numpy()

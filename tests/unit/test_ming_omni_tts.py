@@ -26,7 +26,7 @@ from sgl_omni.models.ming_omni_tts.preprocess import SpeechPreprocessor
 from sgl_omni.models.ming_omni_tts.prompt import PromptWriter, caption
 from sgl_omni.models.ming_omni_tts.spec import MingSpec
 from sgl_omni.models.ming_omni_tts.task import MingTask
-from sgl_omni.models.ming_omni_tts.vae import VaeEncoder, VaeStream
+from sgl_omni.models.ming_omni_tts.vae import Piece, VaeEncoder, VaeStream
 from sgl_omni.text.tokenizer import TextTokenizer
 
 pytest.importorskip("transformers")
@@ -71,9 +71,9 @@ def ming(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Ming:
     return Ming(tiny, MingModel.load(tiny.folder), cases)
 
 
-def engine_for(ming: Ming, *, device_rows: bool = False, **settings: Any) -> AutoregressiveEngine:
+def engine_for(ming: Ming, *, device_rows: bool | str = False, **settings: Any) -> AutoregressiveEngine:
     options = EngineSettings(**{"max_total_tokens": 4096, "page_size": 1, **settings})
-    return AutoregressiveEngine.build(ming.model, MingTask(ming.model), options, device_rows=device_rows)
+    return AutoregressiveEngine.build(ming.model, MingTask(ming.model), options, device_rows=bool(device_rows))
 
 
 def test_the_cases_end_by_the_head_and_by_the_limit(ming: Ming) -> None:
@@ -83,8 +83,10 @@ def test_the_cases_end_by_the_head_and_by_the_limit(ming: Ming) -> None:
 
 
 @pytest.mark.parametrize("pool", [4096, 180])
-@pytest.mark.parametrize(("chunk", "device_rows"), [(7, False), (2048, False), (7, True), (2048, True)])
-def test_audio_equals_the_plain_model(ming: Ming, churn: Any, pool: int, chunk: int, device_rows: bool) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "device_rows"), [(7, False), (2048, False), (7, True), (2048, True), (7, "captured")]
+)
+def test_audio_equals_the_plain_model(ming: Ming, churn: Any, pool: int, chunk: int, device_rows: bool | str) -> None:
     engine = engine_for(ming, max_total_tokens=pool, chunked_prefill_tokens=chunk, device_rows=device_rows)
     assert not ming.model.asks_host
     seen = churn(engine, {name: case.payload for name, case in ming.cases.items()}, f"{pool} {chunk}")
@@ -170,10 +172,45 @@ def test_latents_equal_the_plain_model(ming: Ming) -> None:
 def test_decoding_in_pieces_gives_the_audio_of_the_whole(ming: Ming, pieces: list[int]) -> None:
     latents = torch.randn(30, LATENT, generator=torch.Generator().manual_seed(1))
     stream, parts = VaeStream(), latents.split(pieces)
-    audio = torch.cat([ming.model.vae.decode(part, stream, last=i == len(parts) - 1) for i, part in enumerate(parts)])
+    found = [ming.model.vae.decode([Piece(part, stream, i == len(parts) - 1)])[0] for i, part in enumerate(parts)]
+    audio = torch.cat(found)
     expected = ming.tiny.model.audio.decode(latents)
     assert audio.shape == expected.shape == (30 * VAE_PATCH * 8,)
     assert (audio - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streams_decoded_together_are_those_decoded_alone(ming: Ming, seed: int) -> None:
+    """They begin at different times, and their pieces are as long as it comes."""
+    torch.manual_seed(seed)
+    random = np.random.default_rng(seed)
+    latents = [torch.randn(int(random.integers(1, 30)), LATENT) for _ in range(6)]
+    begins, streams = random.integers(0, 5, len(latents)), [VaeStream() for _ in latents]
+    sent, audio = [0] * len(latents), [list[torch.Tensor]() for _ in latents]
+    for now in range(100):
+        going = [i for i, all_of_it in enumerate(latents) if begins[i] <= now and sent[i] < len(all_of_it)]
+        pieces = []
+        for i in going:
+            stop = min(len(latents[i]), sent[i] + int(random.integers(1, 4)))
+            pieces.append(Piece(latents[i][sent[i] : stop], streams[i], stop == len(latents[i])))
+            sent[i] = stop
+        for i, samples in zip(going, ming.model.vae.decode(pieces), strict=True):
+            audio[i].append(samples)
+    for all_of_it, parts in zip(latents, audio, strict=True):
+        expected = ming.tiny.model.audio.decode(all_of_it)
+        found = torch.cat(parts)
+        assert found.shape == expected.shape
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_patches_of_many_speeches_are_one_call(ming: Ming, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, calls = [VaeStream() for _ in range(8)], list[int]()
+    decoder = ming.model.vae.decoder
+    decode = decoder.forward
+    monkeypatch.setattr(decoder, "forward", lambda x, *more: (calls.append(len(x)), decode(x, *more))[1])
+    for _ in range(3):
+        ming.model.vae.decode([Piece(torch.randn(PATCH, LATENT), stream, False) for stream in streams])
+    assert len(calls) == 3 and all(rows % 8 == 0 for rows in calls)
 
 
 @pytest.mark.parametrize("samples", [STEP, 3 * STEP, 5 * STEP - 3])

@@ -74,13 +74,14 @@ class DeviceRunner:
         graph_batch: int = 0,
         graph_rows: int = 0,
         takes_inputs: bool = False,
+        embeds_prompts: bool = False,
         hands_hidden: bool = False,
         sources: SourcePool | None = None,
     ) -> None:
         """``cache`` has one page more than the pool, for padding. Graphs are captured here, for up to
         ``graph_batch`` decoding requests and up to ``graph_rows`` rows with prompts; 0 turns them off.
-        ``takes_inputs`` and ``hands_hidden``: what requests may ask for; see ``Task``. ``sources``: where a model
-        attends over encoders' outputs, the places of these."""
+        ``takes_inputs``, ``embeds_prompts`` and ``hands_hidden``: what requests bring and may ask for; see ``Task``.
+        ``sources``: where a model attends over encoders' outputs, the places of these."""
         self._model = model
         self._columns = model.columns
         self._device = cache.device
@@ -115,7 +116,7 @@ class DeviceRunner:
         self._decode_graphs: StepGraphs | None = None
         if graph_batch and can_capture(cache.device):
             batch = min(graph_batch, max_rows)
-            self._capture(decode_buckets(batch), prompt_buckets(max(batch, graph_rows)), takes_inputs)
+            self._capture(decode_buckets(batch), prompt_buckets(max(batch, graph_rows)), embeds_prompts)
 
     @property
     def graphs(self) -> Sequence[StepGraphs]:
@@ -257,14 +258,15 @@ class DeviceRunner:
         return Launched(owners, rows, buffer.event, self._times, self._model, wanted, hidden)
 
     @torch.inference_mode()
-    def _capture(self, decodes: Sequence[int], prompts: Sequence[int], takes_inputs: bool) -> None:
-        """``takes_inputs``: prompts are embeddings as a rule, and no less to be captured than those of ids."""
+    def _capture(self, decodes: Sequence[int], prompts: Sequence[int], embeds_prompts: bool) -> None:
         largest = max(prompts)
         size = step_size(largest, self._columns, self._max_rows)
         self._graph_inputs = torch.zeros(size, dtype=torch.int64, device=self._device)
         self._graph_chosen = torch.zeros(self._max_rows, self._columns, dtype=torch.int64, device=self._device)
         self._graph_hidden = torch.empty(0, device=self._device)
-        given = self._graph_given = GivenRows(largest, self._axes, _inputs_like(self._model)) if takes_inputs else None
+        if embeds_prompts:
+            self._graph_given = GivenRows(largest, self._axes, _inputs_like(self._model))
+        given = self._graph_given
 
         def step(n: int, *, outputs_only: bool = False, has_tiles: bool = False) -> None:
             s = min(n, self._max_rows)

@@ -161,6 +161,7 @@ class AutoregressiveEngine:
             graph_batch=batch,
             graph_rows=min(_MIXED_GRAPH_ROWS, settings.chunked_prefill_tokens + batch),
             takes_inputs=task.takes_inputs,
+            embeds_prompts=task.embeds_prompts or task.takes_inputs,
             hands_hidden=task.hands_hidden,
             sources=sources,
         )

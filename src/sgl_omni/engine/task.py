@@ -30,6 +30,10 @@ class Task(ABC):
     takes_inputs: bool = False
     """Whether ``parse`` gives requests an ``ArrivingInput``, for which device rows need a place."""
 
+    embeds_prompts: bool = False
+    """Whether prompts are embeddings as a rule, so that steps with them are worth a GPU's graphs. Those of a task that
+    takes arriving inputs are."""
+
     hands_hidden: bool = False
     """Whether ``parse`` gives requests ``HiddenRows``, so that steps must keep hidden states."""
 

@@ -48,12 +48,13 @@ _LEAST_STEPS = 4
 @dataclass(slots=True, eq=False)
 class Speech:
     """What a request has said: ``latents``, each [patch, latent_size], and the last ones as the flow sees them,
-    ``history`` [history, latent_size], in the host's memory."""
+    ``history`` [history, latent_size], in the host's memory; ``samples``: what the newest ones made."""
 
     history: Tensor
     speed: float
     latents: list[Tensor] = field(default_factory=list[Tensor])
     stream: VaeStream = field(default_factory=VaeStream)
+    samples: Tensor = field(default_factory=lambda: torch.empty(0))
     stretch: TimeStretch | None = None
 
     def say(self, latents: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,12 +16,15 @@ from sgl_omni.engine.request import Prompt, Request, Sampling
 from sgl_omni.engine.task import Task, number, whole_number
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.ming_omni_tts.model import MingModel, Speech
+from sgl_omni.models.ming_omni_tts.vae import Piece
 
 
 class MingTask(Task):
     """``ids`` [length], ``speaker_at``, and ``latents`` [n, latent_size] and ``speaker`` [192] of a reference;
     ``seed``, ``temperature``, ``speed``. Chunks are ``{"audio": float32 [samples], "sample_rate": int}``.
     """
+
+    embeds_prompts = True
 
     def __init__(self, model: MingModel, *, default_max_steps: int = 200) -> None:
         self._model = model
@@ -50,6 +55,18 @@ class MingTask(Task):
         history[spec.history - len(known) :] = known
         return history
 
+    def take_all(self, rows: Sequence[tuple[Request, list[int]]]) -> list[tuple[Request, bool]]:
+        """All speeches that have something new go through the VAE's decoder together."""
+        taken = super().take_all(rows)
+        pieces: list[Piece] = []
+        for request, ended in taken:
+            speech: Speech = request.task
+            pieces.append(Piece(torch.cat(speech.latents[request.sent :]), speech.stream, ended))
+            request.sent = len(speech.latents)
+        for (request, _), samples in zip(taken, self._vae.decode(pieces), strict=True):
+            request.task.samples = samples
+        return taken
+
     def take(self, request: Request, row: list[int]) -> bool:
         request.outputs.append(row)
         request.task.say(self._model.latents_of(torch.tensor([row]))[0])
@@ -61,10 +78,8 @@ class MingTask(Task):
 
     def chunk(self, request: Request) -> Payload | None:
         speech: Speech = request.task
-        new, ended = speech.latents[request.sent :], request.finish_reason is not None
-        request.sent = len(speech.latents)
-        samples = clipped(self._vae.decode(torch.cat(new), speech.stream, last=ended).cpu().numpy())
-        audio = self._at_speed(speech, samples, ended)
+        samples = clipped(speech.samples.numpy())
+        audio = self._at_speed(speech, samples, request.finish_reason is not None)
         return audio_chunk(audio, self._vae.spec.sample_rate) if len(audio) else None
 
     def _at_speed(self, speech: Speech, samples: NDArray[np.float32], ended: bool) -> NDArray[np.float32]:

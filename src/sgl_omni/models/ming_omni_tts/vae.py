@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,31 +22,26 @@ _IGNORED = ("*.embed_tokens.weight", "*.rotary_emb.inv_freq")
 WINDOW = "audio.decoder.head.istft.window"
 
 
-class GrowingAttend:
-    """Attention of one sequence over all of itself so far, or the last ``window`` places of it."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self.seen = 0
+class SequenceAttend:
+    """Attention of one sequence over all of itself, or the last ``window`` places of it."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
-        if layer in self._kept:
-            k, v = (torch.cat([old, new]) for old, new in zip(self._kept[layer], (k, v), strict=True))
-        kept = slice(None) if window is None else slice(max(0, k.shape[0] - window + 1), None)
-        self._kept[layer] = (k[kept], v[kept])
         places = torch.arange(k.shape[0], device=q.device)
-        distance = places[-q.shape[0] :, None] - places
-        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
-        return mixed[0].transpose(0, 1)
+        return _attended(q, k, v, _mask(places[:, None] - places, window))[0].transpose(0, 1)
 
 
-def _run(decoder: Decoder, x: Tensor, attend: GrowingAttend) -> Tensor:
-    """x [places, hidden], which follow those that ``attend`` has seen."""
-    positions = torch.arange(attend.seen, attend.seen + x.shape[0], device=x.device)
-    attend.seen += x.shape[0]
-    out: Tensor = decoder(x, positions[None], attend)
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _mask(distance: Tensor, window: int | None) -> Tensor:
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _run(decoder: Decoder, x: Tensor) -> Tensor:
+    """x [places, hidden] of one sequence, all of it."""
+    out: Tensor = decoder(x, torch.arange(x.shape[0], device=x.device)[None], SequenceAttend())
     return out
 
 
@@ -79,11 +75,11 @@ class VaeEncoder(nn.Module):
         count = math.ceil(len(samples) / spec.hop)
         padded = F.pad(samples, (0, (count - 1) * spec.hop + spec.window - len(samples)))
         frames = padded.unfold(0, spec.window, spec.hop).to(self.last.weight)
-        x = _run(self.encoder, self.second(self.first(frames)), GrowingAttend())
+        x = _run(self.encoder, self.second(self.first(frames)))
         if self.aggregator is not None and self.mark is not None:
             patches = F.pad(x, (0, 0, 0, -count % spec.patch)).unflatten(0, (-1, spec.patch))
             marked = torch.cat([patches, self.mark.expand(patches.shape[0], 1, -1)], 1)
-            x = _run(self.aggregator, marked.flatten(0, 1), GrowingAttend()).unflatten(0, (-1, spec.patch + 1))[:, -1]
+            x = _run(self.aggregator, marked.flatten(0, 1)).unflatten(0, (-1, spec.patch + 1))[:, -1]
         mean, scale = self.last(x).float().chunk(2, -1)
         return mean + (F.softplus(scale) + 1e-4) * noise.to(mean)
 
@@ -102,13 +98,85 @@ class VaeEncoder(nn.Module):
 
 @dataclass(slots=True)
 class VaeStream:
-    """Of one recording that is being decoded: latents that wait for the next, attention, and audio not complete yet."""
+    """Of one recording that is being decoded: latents that wait for the next, places so far, keys and values of the
+    last of them [layers, 2, places, KV heads, head_dim], and audio not complete yet."""
 
-    attend: GrowingAttend = field(default_factory=GrowingAttend)
+    seen: int = 0
+    kept: Tensor | None = None
     last: Tensor | None = None
     waiting: Tensor | None = None
     audio: Tensor | None = None
     envelope: Tensor | None = None
+
+
+class StreamsAttend:
+    """Attention of several streams, each over the last of its own places; all have as many new ones."""
+
+    def __init__(self, streams: Sequence[VaeStream], new: int, windows: Sequence[int | None]) -> None:
+        """``windows``: of each layer."""
+        self._streams, self._new, self._layers = streams, new, len(windows)
+        old = [stream.kept for stream in streams if stream.kept is not None]
+        self._before = max((kept.shape[2] for kept in old), default=0)
+        self._old = torch.stack([self._filled(kept) for kept in old]) if self._before else None
+        widest = [window for window in windows if window is not None]
+        total = self._before + new
+        self._keep = min(total, max(widest) - 1) if len(widest) == len(windows) else total
+        self._kept: Tensor | None = None
+        self._masks: dict[int | None, Tensor] = {}
+
+    def _filled(self, kept: Tensor) -> Tensor:
+        return F.pad(kept, (0, 0, 0, 0, self._before - kept.shape[2], 0))
+
+    def positions(self, device: torch.device) -> Tensor:
+        """int64 [streams * new]"""
+        new = torch.arange(self._new, device=device)
+        return (self._seen(device)[:, None] + new).flatten()
+
+    def _seen(self, device: torch.device) -> Tensor:
+        return torch.tensor([stream.seen for stream in self._streams], device=device)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+        q, k, v = (part.unflatten(0, (len(self._streams), self._new)) for part in (q, k, v))
+        if self._old is not None:
+            k, v = (torch.cat([self._old[:, layer, i], part], 1) for i, part in enumerate((k, v)))
+        if self._kept is None:
+            self._kept = k.new_empty(len(self._streams), self._layers, 2, self._keep, *k.shape[2:])
+        for i, part in enumerate((k, v)):
+            self._kept[:, layer, i] = part[:, part.shape[1] - self._keep :]
+        if window not in self._masks:
+            places = torch.arange(-self._before, self._new, device=q.device)
+            distance = _mask(places[self._before :, None] - places, window)
+            self._masks[window] = distance & (places >= -self._seen(q.device)[:, None, None, None])
+        mixed = _attended(*(part.transpose(1, 2) for part in (q, k, v)), self._masks[window])
+        return mixed.transpose(1, 2).flatten(0, 1)
+
+    def leave(self) -> None:
+        """Gives each stream what it has to keep."""
+        assert self._kept is not None
+        for stream, kept in zip(self._streams, self._kept, strict=True):
+            stream.kept = kept
+            stream.seen += self._new
+
+
+class Piece(NamedTuple):
+    """The next latents [n, latent_size] of a stream, and whether they are its ``last``."""
+
+    latents: Tensor
+    stream: VaeStream
+    last: bool
+
+    @property
+    def shape(self) -> tuple[int, int, bool, bool, bool]:
+        """Pieces of the same shape can be decoded together."""
+        stream = self.stream
+        waiting = 0 if stream.waiting is None else len(stream.waiting)
+        return len(self.latents), waiting, stream.last is None, stream.audio is None, self.last
+
+
+def _joined(before: Sequence[Tensor | None], x: Tensor) -> Tensor:
+    """``before`` [k, width] of each, which all have or none, in front of x [streams, n, width]."""
+    known = [each for each in before if each is not None]
+    return torch.cat([torch.stack(known), x], 1) if known else x
 
 
 class VaeDecoder(nn.Module):
@@ -131,44 +199,67 @@ class VaeDecoder(nn.Module):
         self._window = window
 
     @torch.inference_mode()
-    def decode(self, latents: Tensor, stream: VaeStream, *, last: bool) -> Tensor:
-        """The stream's next latents [n, latent_size] -> float32 samples that are complete by now; all of them at the
-        ``last``."""
-        x = self._drawn_out(self.into(latents.to(self.into.weight)), stream, last)
-        if not len(x):
-            return x.new_zeros(0, dtype=torch.float32)
-        size, phase = self.spectrum(_run(self.decoder, x, stream.attend)).float().chunk(2, -1)
-        frames = torch.fft.irfft(torch.polar(size.exp().clamp(max=100.0), phase), self._fft) * self._window
-        audio = self._overlapped(frames, stream.audio)
-        envelope = self._overlapped(self._window.square().expand(len(frames), -1), stream.envelope)
-        first, left = stream.audio is None, self._fft - self.spec.output_hop
-        stream.audio, stream.envelope = audio[-left:], envelope[-left:]
-        edge = left // 2
-        complete = slice(edge if first else 0, len(audio) - (edge if last else left))
-        return audio[complete] / envelope[complete]
+    def decode(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Of each stream the float32 samples that are complete by now, in host memory; all of them at the last piece.
 
-    def _drawn_out(self, x: Tensor, stream: VaeStream, last: bool) -> Tensor:
+        Pieces of one shape, as those in the middle of speeches are, go through the decoder together.
+        """
+        alike: dict[tuple[int, int, bool, bool, bool], list[int]] = {}
+        for i, piece in enumerate(pieces):
+            alike.setdefault(piece.shape, []).append(i)
+        found = [torch.empty(0)] * len(pieces)
+        for places in alike.values():
+            some = [pieces[i] for i in places]
+            latents = torch.stack([piece.latents for piece in some]).to(self.into.weight)
+            audio = self._decode(latents, [piece.stream for piece in some], some[0].last).cpu()
+            for i, samples in zip(places, audio, strict=True):
+                found[i] = samples
+        return found
+
+    def _decode(self, latents: Tensor, streams: Sequence[VaeStream], last: bool) -> Tensor:
+        """Latents [streams, n, latent_size] -> samples [streams, samples]."""
+        x = self._drawn_out(self.into(latents), streams, last)
+        if not x.shape[1]:
+            return x.new_zeros(len(streams), 0, dtype=torch.float32)
+        attend = StreamsAttend(streams, x.shape[1], self.spec.decoder.windows)
+        hidden = self.decoder(x.flatten(0, 1), attend.positions(x.device)[None], attend)
+        attend.leave()
+        size, phase = self.spectrum(hidden).float().unflatten(0, x.shape[:2]).chunk(2, -1)
+        frames = torch.fft.irfft(torch.polar(size.exp().clamp(max=100.0), phase), self._fft) * self._window
+        first, left = streams[0].audio is None, self._fft - self.spec.output_hop
+        audio = self._overlapped(frames, [stream.audio for stream in streams])
+        envelope = self._overlapped(self._window.square().expand_as(frames), [stream.envelope for stream in streams])
+        for stream, audio_left, envelope_left in zip(streams, audio[:, -left:], envelope[:, -left:], strict=True):
+            stream.audio, stream.envelope = audio_left, envelope_left
+        edge = left // 2
+        complete = slice(edge if first else 0, audio.shape[1] - (edge if last else left))
+        return audio[:, complete] / envelope[:, complete]
+
+    def _drawn_out(self, x: Tensor, streams: Sequence[VaeStream], last: bool) -> Tensor:
         """Linear interpolation between places; it needs the place after, so the newest ones wait."""
         scale = self.spec.patch
         if scale == 1:
             return x
-        waiting = x if stream.waiting is None else torch.cat([stream.waiting, x])
-        ready = len(waiting) if last else len(waiting) - 1
-        around = waiting if stream.last is None else torch.cat([stream.last, waiting])
+        waiting = _joined([stream.waiting for stream in streams], x)
+        ready = waiting.shape[1] - (not last)
         if ready < 1:
-            stream.waiting = waiting
-            return x[:0]
-        drawn = F.interpolate(around.T[None].float(), scale_factor=scale, mode="linear", align_corners=False)[0].T
-        start = 0 if stream.last is None else scale
-        stream.last, stream.waiting = waiting[ready - 1 : ready], waiting[ready:]
-        return drawn[start : start + ready * scale].to(x.dtype)
+            for stream, rows in zip(streams, waiting, strict=True):
+                stream.waiting = rows
+            return x[:, :0]
+        around = _joined([stream.last for stream in streams], waiting)
+        drawn = F.interpolate(around.transpose(1, 2).float(), scale_factor=scale, mode="linear", align_corners=False)
+        start = 0 if streams[0].last is None else scale
+        for stream, rows in zip(streams, waiting, strict=True):
+            stream.last, stream.waiting = rows[ready - 1 : ready], rows[ready:]
+        return drawn.transpose(1, 2)[:, start : start + ready * scale].to(x.dtype)
 
-    def _overlapped(self, frames: Tensor, before: Tensor | None) -> Tensor:
-        """Frames [n, size], each a hop after the one before it, summed; ``before`` lies over their beginning."""
-        hop, (count, size) = self.spec.output_hop, frames.shape
-        total = F.fold(frames.T[None], (1, (count - 1) * hop + size), (1, size), stride=(1, hop))[0, 0, 0]
-        if before is not None:
-            total[: len(before)] += before
+    def _overlapped(self, frames: Tensor, before: Sequence[Tensor | None]) -> Tensor:
+        """Frames [streams, n, size], each a hop after the one before, summed; ``before`` lies over their beginning."""
+        hop, (count, size) = self.spec.output_hop, frames.shape[1:]
+        total = F.fold(frames.transpose(1, 2), (1, (count - 1) * hop + size), (1, size), stride=(1, hop))[:, 0, 0]
+        known = [each for each in before if each is not None]
+        if known:
+            total[:, : len(known[0])] += torch.stack(known)
         return total
 
     def slots(self, prefix: str) -> Iterator[Slot]:
