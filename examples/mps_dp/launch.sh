@@ -7,7 +7,7 @@
 #   GPU_ID             0
 #   CORE_BLOCKS        "0-9 10-19": physical cores of each; the node's, split evenly
 #   NUMA_NODE          the GPU's, where the machine tells it
-#   MAX_TOTAL_TOKENS   KV capacity of each, where CONFIG does not pin it
+#   MAX_TOTAL_TOKENS   KV capacity of each, in place of what CONFIG pins
 #   MF                 mem_fraction_static of each
 #   BASE_PORT          free ports
 #   WEIGHT_SHARE       0; with 1 all servers use one set of engine weights, which the first one loads

@@ -62,7 +62,25 @@ def test_a_running_server_is_measured_and_left_alone(tmp_path: Path, own_run_fol
         done, report = advise(tmp_path, "--model-path", "demo-voice", "--url", server.url)
         assert done.returncode == 0, done.stderr
         assert report["verdict"].startswith(("not tried: the running server", "not worth it: one replica is what"))
+        written = (tmp_path / "advised.yaml").read_text()
+        assert written.startswith(f"# {report['verdict']}\n") and yaml.safe_load(written)["model_path"] == "demo-voice"
         assert psutil.Process(server.process.pid).children() == before
+
+
+def test_one_that_is_told_to_end_leaves_no_answer(tmp_path: Path, own_run_folder: Path) -> None:
+    """While what it has written is being tried."""
+    out = tmp_path / "advised.yaml"
+    command = [sys.executable, "-m", "sgl_omni.cli.main", "plan", "advise", "--platform", "cpu", "--concurrency", "1"]
+    command += ["--seconds", "1", "--warmup", "0.2", "--model-path", "demo-voice", "--replicas", "2", "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT)
+    assert process.stderr is not None
+    while "starting the configuration" not in (line := process.stderr.readline()):
+        assert line, "it ended before that"
+    process.terminate()
+    rest = process.stderr.read()
+    assert process.wait(60) == 143 and "Traceback" not in rest, rest
+    assert out.read_text().startswith("# not tried: the trial did not come to its end\n")
+    assert not list(own_run_folder.glob("sgl-omni/run-*")), "its server has ended"
 
 
 def test_what_cannot_be_advised_about_is_refused(tmp_path: Path) -> None:

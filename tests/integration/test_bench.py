@@ -98,19 +98,19 @@ configurations:
     assert not left
 
 
-def ended_after_a_line(*arguments: str) -> subprocess.Popen[str]:
-    """A benchmark that somebody ends by Ctrl-C once it has told of one measurement."""
+def ended_after_a_line(ending: signal.Signals, *arguments: str) -> None:
+    """A benchmark that is ended once it has told of one measurement."""
     command = [sys.executable, "-m", "sgl_omni.cli.main", "bench", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT)
     assert process.stderr is not None
     assert "requests/s" in process.stderr.readline()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(ending)
     rest = process.stderr.read()
-    assert process.wait(60) and "Traceback" not in rest, rest
-    return process
+    assert process.wait(60) == (143 if ending is signal.SIGTERM else 1) and "Traceback" not in rest, rest
 
 
-def test_a_study_that_is_ended_has_reported_every_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_a_study_that_is_ended_has_reported_every_run(tmp_path: Path, ending: signal.Signals) -> None:
     study, out = tmp_path / "long.yaml", tmp_path / "out"
     study.write_text(
         """
@@ -123,7 +123,7 @@ configurations:
   single: {serve: [--model-path, demo-voice]}
 """
     )
-    ended_after_a_line("study", str(study), "--out", str(out))
+    ended_after_a_line(ending, "study", str(study), "--out", str(out))
     runs = json.loads((out / "study.json").read_text())["runs"]
     assert [(run["outcome"], run["reason"]) for run in runs] == [("nominal", ""), ("failed", "the study was ended")]
     assert "1 failed of 2" in (out / "table.md").read_text()
@@ -132,5 +132,5 @@ configurations:
 def test_a_sweep_that_is_ended_has_kept_its_levels(server: Server, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     fast = ("--warmup", "0.1", "--seconds", "1", "--mix", "1/0/0")
-    ended_after_a_line("speech", "--url", server.url, "--concurrency", "1,2", *fast, "--out", str(out))
+    ended_after_a_line(signal.SIGINT, "speech", "--url", server.url, "--concurrency", "1,2", *fast, "--out", str(out))
     assert [level["concurrency"] for level in json.loads(out.read_text())["levels"]] == [1]

@@ -481,6 +481,8 @@ def test_own_addresses_are_known_by_every_name() -> None:
     for url in ("127.0.0.1:80", "localhost:80", "127.0.0.2:80"):
         assert is_own(parse_address(url), "0.0.0.0", 80), url
     assert is_own(parse_address("[::1]:80"), "::", 80) or not socket.has_ipv6
+    assert is_own(parse_address("0.0.0.0:80"), "127.0.0.1", 80), "a connection to it comes to the loopback"
+    assert not is_own(parse_address("0.0.0.0:80"), "127.0.0.2", 80)
     assert not is_own(parse_address("127.0.0.1:81"), "0.0.0.0", 80)
     assert not is_own(parse_address("192.0.2.1:80"), "0.0.0.0", 80), "another machine's"
     assert not is_own(parse_address("127.0.0.2:80"), "127.0.0.1", 80)

@@ -142,3 +142,17 @@ def test_visible_gpus_are_chosen_as_cuda_does() -> None:
     assert select_visible("GPU-bb", uuids) == [], "two GPUs begin like this"
     assert select_visible("1,1", uuids) == [1]
     assert select_visible("", uuids) == [] == select_visible("-1", uuids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["bench", "speech", "--url", "http://127.0.0.1:9", "--burst", "3"], "--burst goes with --rate"),
+        (["bench", "study", "STUDY"], "configurations.a.router.policy: 'nonsense'; choose"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
+    study = tmp_path / "study.yaml"
+    study.write_text(STUDY.replace("concurrency: 2", "concurrency: 2, router: {policy: nonsense}"))
+    done = CliRunner().invoke(cli, [str(study) if each == "STUDY" else each for each in arguments])
+    assert done.exit_code == 2 and says in done.output

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sgl_omni.cli.told import run_until_told
 from sgl_omni.errors import StartupError
 
 if TYPE_CHECKING:
@@ -62,7 +63,6 @@ def command(
     if (model is None) == (config_path is None):
         raise click.UsageError("give MODEL or --config FILE")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    import asyncio
 
     from sgl_omni.config.load import load_config
     from sgl_omni.models.registry import PipelineRegistry
@@ -81,7 +81,7 @@ def command(
         return _plan(load_config(config_path, flags, registry=registry, model_path=model), host)
 
     requests = _read(payloads) if payloads else _sentences(resolved)
-    verdict = asyncio.run(audit(plan("off"), plan("on"), requests, rounds=rounds))
+    verdict = run_until_told(audit(plan("off"), plan("on"), requests, rounds=rounds))
     architectures = resolved.cls.architectures
     if as_json:
         fields = {**dataclasses.asdict(verdict), "passed": verdict.passed, "architectures": architectures}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sgl_omni.cli.options import SECONDS, SECONDS_OR_NONE, writable_file, writable_folder
+from sgl_omni.cli.told import run_until_told
 from sgl_omni.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ def load_options(command: Callable[..., None]) -> Callable[..., None]:
 
         if concurrency is not None and rate is not None:
             raise click.UsageError("give --concurrency (closed loop) or --rate (open loop), not both")
+        if burst > 1 and rate is None:
+            raise click.UsageError("--burst goes with --rate: callers of a closed loop do not arrive")
         levels = parse_levels(concurrency) if concurrency is not None else None
         load = Load(rate=rate or 0.0, warmup=warmup, seconds=seconds, timeout=timeout, burst=burst)
         command(Offer(urls, levels, load, gpu, out), **of_this_kind)
@@ -219,7 +221,7 @@ def _report(
         if offer.out is not None:
             offer.out.write_text(json.dumps({"urls": offer.urls, "levels": levels}, indent=1) + "\n")
 
-    figures = asyncio.run(_measure(offer, workload, chat, transcription, keep))
+    figures = run_until_told(_measure(offer, workload, chat, transcription, keep))
     click.echo(table(figures))
     for level in figures:
         click.echo(_balance(level))
@@ -318,8 +320,15 @@ def study(study: Path, out: Path | None, plots: bool) -> None:
     """
     from sgl_omni.bench.report import plot_study, require_plots, study_table
     from sgl_omni.bench.study import load_study, run_study
+    from sgl_omni.router.policy import POLICIES
 
     spec = load_study(study)
+    for name, each in spec.configurations.items():
+        if each.router is not None and each.router.policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise click.UsageError(
+                f"{study}: configurations.{name}.router.policy: {each.router.policy!r}; choose {known}"
+            )
     try:
         spec.workload.build()
     except InvalidRequest as error:
@@ -333,7 +342,7 @@ def study(study: Path, out: Path | None, plots: bool) -> None:
         (folder / "study.json").write_text(json.dumps(result, indent=1) + "\n")
         (folder / "table.md").write_text(study_table(result))
 
-    result = asyncio.run(run_study(spec, lambda line: click.echo(line, err=True), keep))
+    result = run_until_told(run_study(spec, lambda line: click.echo(line, err=True), keep))
     click.echo(study_table(result))
     if not any(run["figures"] for run in result["runs"]):
         click.echo("error: no run was completed", err=True)

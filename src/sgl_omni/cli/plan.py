@@ -15,6 +15,7 @@ import click
 
 from sgl_omni.cli.config import once
 from sgl_omni.cli.options import SECONDS, SECONDS_OR_NONE, writable_file
+from sgl_omni.cli.told import run_until_told
 from sgl_omni.errors import LaunchRefused
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ def advise(
     arguments = [*source, *common, *ctx.args]
     found: dict[str, Any] = {"stage": target.stage, "platform": target.plan.platform, "cores": list(target.cores)}
     try:
-        asyncio.run(_advise(target, arguments, common, url, workload, load, ttfa, replicas, start_timeout, out, found))
+        run_until_told(
+            _advise(target, arguments, common, url, workload, load, ttfa, replicas, start_timeout, out, found)
+        )
     finally:
         if report is not None:
             report.write_text(json.dumps(found, indent=1) + "\n")
@@ -176,6 +179,7 @@ async def _advise(
     from contextlib import AsyncExitStack
 
     from sgl_omni.bench.study import Launched
+    from sgl_omni.config.views import effective_tree
     from sgl_omni.dp import advised
 
     async with AsyncExitStack() as stack:
@@ -194,6 +198,7 @@ async def _advise(
     if advice.replicas == 1:
         report["verdict"] = f"not worth it: one replica is what this machine has room for, by {advice.bound}"
         click.echo(report["verdict"])
+        save(effective_tree(target.resolved), report["verdict"], out)
         return
     write(target, advice, seen, out)
     click.echo(
@@ -203,6 +208,7 @@ async def _advise(
     if url is not None:
         report["verdict"] = "not tried: the running server would have its part of the machine; run without --url"
         click.echo(report["verdict"])
+        note(out, report["verdict"])
         return
     after = await tried(out, common, workload, load, level, start_timeout)
     report["several"] = after
@@ -300,9 +306,7 @@ def decide(target: Target, seen: Seen, replicas: int | None) -> Advice:
 
 
 def write(target: Target, advice: Advice, seen: Seen, out: Path) -> None:
-    """The configuration as a file, after planning it."""
-    import yaml
-
+    """The configuration as a file, which says that it was not tried, after planning it."""
     from sgl_omni.config.load import load_config
     from sgl_omni.config.views import effective_tree
     from sgl_omni.dp.advised import configuration, measured
@@ -321,13 +325,21 @@ def write(target: Target, advice: Advice, seen: Seen, out: Path) -> None:
         mps=target.plan.platform == "cuda" and bool(target.host.mps),
         blocks=split_cores(target.cores, advice.replicas) if advice.cores_each else (),
     )
-    out.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110))
+    save(tree, "not tried: the trial did not come to its end", out)
     build_plan(load_config(out, [], registry=PipelineRegistry(), model_path=None), target.host)
 
 
+def save(tree: dict[str, Any], verdict: str, out: Path) -> None:
+    """A configuration that begins with what was found of it."""
+    import yaml
+
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+    out.write_text(f"# {verdict}\n{text}")
+
+
 def note(out: Path, verdict: str) -> None:
-    """Puts what was found at the head of the configuration."""
-    out.write_text(f"# {verdict}\n{out.read_text()}")
+    """What was found since, in place of what it begins with."""
+    out.write_text(f"# {verdict}\n{out.read_text().partition(chr(10))[2]}")
 
 
 async def tried(

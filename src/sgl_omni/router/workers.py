@@ -44,6 +44,9 @@ def parse_address(text: str) -> Address:
     raise InvalidRequest(f"worker {text[:200]!r}: {reason}; write http://host:port", "url")
 
 
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
 def is_own(address: Address, host: str, port: int) -> bool:
     """Whether what is sent to an address comes to the socket of this machine that is bound to (``host``, ``port``)."""
     if address.port != port:
@@ -52,7 +55,8 @@ def is_own(address: Address, host: str, port: int) -> bool:
         found = socket.getaddrinfo(address.host, port, type=socket.SOCK_STREAM)
     except OSError:
         return False  # a name that is unknown now is the probe's to report
-    ips = {str(info[4][0]) for info in found}
+    # What is sent to no address in particular comes to this machine's loopback.
+    ips = {_LOOPBACK.get(str(info[4][0]), str(info[4][0])) for info in found}
     if ipaddress.ip_address(host).is_unspecified:
         return any(_is_local(ip) for ip in ips)
     return host in ips
