@@ -251,7 +251,7 @@ def test_what_is_wrong_is_refused_before_anything_starts(shell: Shell) -> None:
         refusals = {
             "not both": {"MODEL": "demo-voice"},
             f"busy: {port}": {"BASE_PORT": port},
-            "1 blocks for 2 replicas": {"CORE_BLOCKS": CORES[0]},
+            "1 block for 2 replicas": {"CORE_BLOCKS": CORES[0]},
             "core blocks 0 and 1 overlap": {"CORE_BLOCKS": f"{CORES[0]} {CORES[0]}"},
             "this machine has no core 4095": {"CORE_BLOCKS": f"{CORES[0]} 4095"},
             "there is no NUMA node 77": {"NUMA_NODE": "77"},

@@ -138,14 +138,16 @@ def test_every_attempt_is_in_the_table_with_its_outcome() -> None:
             run("two", 41.0, errors=1)]  # fmt: skip
     judged = judge(runs, degraded_below=0.7)
     assert [r["outcome"] for r in judged] == ["nominal"] * 3 + ["failed", "nominal", "degraded", "degraded"]
-    table = study_table({"configurations": ["one", "two"], "runs": judged})
+    judged.append({**run("one", None), "reason": "word " * 100})
+    table = study_table({"configurations": ["one", "two", "three"], "runs": judged})
+    assert "| three | - | - | - | - | not run |" in table and "word ... |" in table
     assert (
         "| two | 38.00 to 40.00 | 1.73 to 1.82x | 114.0 to 120.0 | 1.00 | 2 nominal, 2 degraded, 1 failed of 5 |"
         in table
     )
     assert "| 4 | two | failed | - | did not \\| start at all |" in table
     assert "| 6 | two | degraded | 10.00 | 10.00 requests/s, 0.26 of this configuration's median |" in table
-    assert sum(line.startswith(tuple(f"| {n} |" for n in range(1, 8))) for line in table.splitlines()) == 7
+    assert sum(line.startswith(tuple(f"| {n} |" for n in range(1, 9))) for line in table.splitlines()) == 8
 
 
 STUDY = """

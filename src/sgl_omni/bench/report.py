@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from sgl_omni.bench.measure import BenchError
@@ -14,7 +15,8 @@ HEAD = "| offered | requests/s | audio s/s | TTFA p50 / p95 (ms) | latency p50 /
 
 
 def offered(figures: Mapping[str, Any]) -> str:
-    return f"{figures['rate']:g}/s each" if figures["rate"] else f"{figures['concurrency']} callers each"
+    callers = figures["concurrency"]
+    return f"{figures['rate']:g}/s each" if figures["rate"] else f"{callers} caller{'s' * (callers != 1)} each"
 
 
 def milliseconds(value: float | None) -> str:
@@ -107,11 +109,13 @@ def study_table(study: Mapping[str, Any]) -> str:
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")[:200]
+    return shorten(text, 200, placeholder=" ...").replace("|", "\\|")
 
 
 def outcomes(runs: Runs, name: str) -> str:
     own = [run["outcome"] for run in runs if run["configuration"] == name]
+    if not own:
+        return "not run"
     parts = [f"{own.count(kind)} {kind}" for kind in ("nominal", "degraded", "failed") if own.count(kind)]
     return f"{', '.join(parts)} of {len(own)}"
 

@@ -67,7 +67,9 @@ class Launch:
         except OmniError:
             Path(self.run.runtime).rmdir()
             raise
-        self._tell(f"run {self.run.id}: {len(self.run.replicas)} servers on GPU {self.run.gpu} ({self.run.gpu_key})")
+        count = len(self.run.replicas)
+        servers = f"{count} server{'s' * (count != 1)}"
+        self._tell(f"run {self.run.id}: {servers} on GPU {self.run.gpu} ({self.run.gpu_key})")
         with self._store.hold(self.run.id):
             try:
                 self._start()

@@ -116,7 +116,8 @@ def _blocks(asked: Asked, machine: Machine, node: int | None) -> tuple[tuple[tup
         return (), [f"CORE_BLOCKS: {error}"]
     problems = block_problems(blocks, cores, node)
     if len(blocks) != asked.replicas:
-        problems.insert(0, f"{len(blocks)} blocks for {asked.replicas} replicas; write one for each")
+        given = f"{len(blocks)} block{'s' * (len(blocks) != 1)}"
+        problems.insert(0, f"{given} for {asked.replicas} replica{'s' * (asked.replicas != 1)}; write one for each")
     return blocks, [f"CORE_BLOCKS: {problem}" for problem in problems]
 
 
