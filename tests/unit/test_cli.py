@@ -151,7 +151,10 @@ def test_visible_gpus_are_chosen_as_cuda_does() -> None:
         (["bench", "study", "STUDY"], "configurations.a.router.policy: 'nonsense'; choose"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
+def test_options_that_would_do_nothing_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where a study that was not refused would write its results
     study = tmp_path / "study.yaml"
     study.write_text(STUDY.replace("concurrency: 2", "concurrency: 2, router: {policy: nonsense}"))
     done = CliRunner().invoke(cli, [str(study) if each == "STUDY" else each for each in arguments])
