@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -13,36 +12,16 @@ from typing import Any, NoReturn, TypeVar
 import psutil
 import uvloop
 
+from sgl_omni.cli.told import run_until_told
+
 T = TypeVar("T")
 STATUS = 128 + signal.SIGTERM
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Runs it. SIGTERM or SIGINT cancels it, so that what it has open ends as it always does; the status is 143 or 130.
-
-    Only the first one does: `timeout` sends two, to the program and to its process group.
-    """
-    told = 0
-
-    async def guarded() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-
-        def end(number: int) -> None:
-            nonlocal told
-            if not told:
-                told = number
-                _tell_children()
-                task.cancel()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, end, number)
-        return await main
-
-    try:
-        return uvloop.run(guarded())
-    except asyncio.CancelledError:
-        sys.exit(128 + told)
+    """Runs it. SIGTERM or SIGINT cancels it, so that what it has open ends as it always does; the status is 143
+    or 130."""
+    return run_until_told(main, signals=(signal.SIGTERM, signal.SIGINT), on_told=_tell_children, runner=uvloop.run)
 
 
 def exit_when_told() -> None:

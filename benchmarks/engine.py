@@ -155,6 +155,14 @@ class Nothing(StepModel):
         return torch.zeros(len(hidden), self.columns, 2)
 
 
+def frame_task(model: StepModel, shape: Shape) -> FrameTask:
+    """Frames of the model, handed on a second at a time."""
+    assert model.pattern is not None
+    width = model.embed_ids(torch.zeros(1, shape.columns, dtype=torch.int64, device=model.device)).shape[1]
+    inputs = InputSpec(vocab_sizes=(shape.codebook,) * shape.columns, hidden_size=width)
+    return FrameTask(inputs, model.pattern, hand_over=HandOver(25, 25))
+
+
 class EngineLoop:
     """The engine at one batch: all requests decoding, none of them near its end."""
 
@@ -170,10 +178,7 @@ class EngineLoop:
         apart: bool = False,
     ) -> None:
         """``apart``: requests come one a step, so that they hand their frames on in different steps."""
-        assert model.pattern is not None
-        width = model.embed_ids(torch.zeros(1, shape.columns, dtype=torch.int64, device=model.device)).shape[1]
-        inputs = InputSpec(vocab_sizes=(shape.codebook,) * shape.columns, hidden_size=width)
-        task = FrameTask(inputs, model.pattern, hand_over=HandOver(25, 25))
+        task = frame_task(model, shape)
         longest = context + 16 * steps
         settings = EngineSettings(
             max_total_tokens=max_batch * (-(-longest // 16) * 16),

@@ -16,11 +16,10 @@ import time
 from typing import Any
 
 import torch
-from benchmarks.engine import SHAPES, build_model
+from benchmarks.engine import SHAPES, build_model, frame_task
 
 from sgl_omni.engine.device_runner import DeviceRunner
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
-from sgl_omni.engine.task import FrameTask, HandOver, InputSpec
 
 
 class SteadyLoad:
@@ -73,10 +72,8 @@ def main() -> None:
     device = torch.device(options.device)
     shape = SHAPES[options.shape]
     model = build_model(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    task = frame_task(model, shape)
     assert model.pattern is not None
-    width = model.embed_ids(torch.zeros(1, shape.columns, dtype=torch.int64, device=device)).shape[1]
-    inputs = InputSpec(vocab_sizes=(shape.codebook,) * shape.columns, hidden_size=width)
-    task = FrameTask(inputs, model.pattern, hand_over=HandOver(25, 25))
     longest = options.prompt + options.frames + model.pattern.longest
     found: list[dict[str, Any]] = []
     gc.collect()

@@ -19,19 +19,19 @@ from servers import ROOT, serving
 pytestmark = pytest.mark.alone
 
 
-def advise(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """The command and its report. Texts are short, so that a slow machine ends some."""
+def command(tmp_path: Path, *arguments: str) -> list[str]:
+    """Texts are short, so that a slow machine ends some."""
     texts = tmp_path / "texts"
     texts.write_text("Yes.\nNo.\nGood.\n")
-    command = [sys.executable, "-m", "sgl_omni.cli.main", "plan", "advise", "--platform", "cpu", "--concurrency", "2"]
-    command += ["--seconds", "3", "--warmup", "1", "--texts", str(texts), "--report", str(tmp_path / "report.json")]
+    found = [sys.executable, "-m", "sgl_omni.cli.main", "plan", "advise", "--platform", "cpu", "--concurrency", "2"]
+    found += ["--seconds", "3", "--warmup", "1", "--texts", str(texts), "--report", str(tmp_path / "report.json")]
+    return [*found, "--out", str(tmp_path / "advised.yaml"), *arguments]
+
+
+def advise(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """The command and its report."""
     done = subprocess.run(
-        [*command, "--out", str(tmp_path / "advised.yaml"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        cwd=ROOT,
-        env=os.environ,
+        command(tmp_path, *arguments), capture_output=True, text=True, timeout=170, cwd=ROOT, env=os.environ
     )
     report = tmp_path / "report.json"
     return done, json.loads(report.read_text()) if report.exists() else {}
@@ -69,17 +69,16 @@ def test_a_running_server_is_measured_and_left_alone(tmp_path: Path, own_run_fol
 
 def test_one_that_is_told_to_end_leaves_no_answer(tmp_path: Path, own_run_folder: Path) -> None:
     """While what it has written is being tried."""
-    out = tmp_path / "advised.yaml"
-    command = [sys.executable, "-m", "sgl_omni.cli.main", "plan", "advise", "--platform", "cpu", "--concurrency", "1"]
-    command += ["--seconds", "1", "--warmup", "0.2", "--model-path", "demo-voice", "--replicas", "2", "--out", str(out)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT)
+    asked = command(tmp_path, "--model-path", "demo-voice", "--replicas", "2")
+    process = subprocess.Popen(asked, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT)
     assert process.stderr is not None
     while "starting the configuration" not in (line := process.stderr.readline()):
         assert line, "it ended before that"
     process.terminate()
     rest = process.stderr.read()
     assert process.wait(60) == 143 and "Traceback" not in rest, rest
-    assert out.read_text().startswith("# not tried: the trial did not come to its end\n")
+    written = (tmp_path / "advised.yaml").read_text()
+    assert written.startswith("# not tried: the trial did not come to its end\n")
     assert not list(own_run_folder.glob("sgl-omni/run-*")), "its server has ended"
 
 

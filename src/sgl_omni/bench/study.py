@@ -256,9 +256,9 @@ async def run_study(
                 tell(f"{name}, repeat {repeat + 1}: failed: {error}")
             except asyncio.CancelledError:
                 runs.append({**run, "outcome": "failed", "reason": "the study was ended", "figures": None})
-                keep(report())
                 raise
-            keep(report())
+            finally:
+                keep(report())
     return report()
 
 

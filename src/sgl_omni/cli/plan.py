@@ -200,7 +200,7 @@ async def _advise(
         click.echo(report["verdict"])
         save(effective_tree(target.resolved), report["verdict"], out)
         return
-    write(target, advice, seen, out)
+    tree = write(target, advice, seen, out)
     click.echo(
         f"{advice.replicas} replicas, bounded by {advice.bound}: {advice.cores_each} cores and "
         f"{advice.max_total_tokens} tokens each, weights {'shared' if advice.weight_share else 'each its own'}: {out}"
@@ -208,7 +208,7 @@ async def _advise(
     if url is not None:
         report["verdict"] = "not tried: the running server would have its part of the machine; run without --url"
         click.echo(report["verdict"])
-        note(out, report["verdict"])
+        save(tree, report["verdict"], out)
         return
     after = await tried(out, common, workload, load, level, start_timeout)
     report["several"] = after
@@ -216,7 +216,7 @@ async def _advise(
     rates = float(before["requests_per_s"]), float(best["requests_per_s"])
     report["verdict"] = advised.verdict(*rates, load.seconds, advice.replicas)
     click.echo(report["verdict"])
-    note(out, report["verdict"])
+    save(tree, report["verdict"], out)
 
 
 async def plateau(
@@ -305,8 +305,8 @@ def decide(target: Target, seen: Seen, replicas: int | None) -> Advice:
         raise LaunchRefused(str(error)) from error
 
 
-def write(target: Target, advice: Advice, seen: Seen, out: Path) -> None:
-    """The configuration as a file, which says that it was not tried, after planning it."""
+def write(target: Target, advice: Advice, seen: Seen, out: Path) -> dict[str, Any]:
+    """The configuration, planned, and as a file that says it was not tried."""
     from sgl_omni.config.load import load_config
     from sgl_omni.config.views import effective_tree
     from sgl_omni.dp.advised import configuration, measured
@@ -327,6 +327,7 @@ def write(target: Target, advice: Advice, seen: Seen, out: Path) -> None:
     )
     save(tree, "not tried: the trial did not come to its end", out)
     build_plan(load_config(out, [], registry=PipelineRegistry(), model_path=None), target.host)
+    return tree
 
 
 def save(tree: dict[str, Any], verdict: str, out: Path) -> None:
@@ -335,11 +336,6 @@ def save(tree: dict[str, Any], verdict: str, out: Path) -> None:
 
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
     out.write_text(f"# {verdict}\n{text}")
-
-
-def note(out: Path, verdict: str) -> None:
-    """What was found since, in place of what it begins with."""
-    out.write_text(f"# {verdict}\n{out.read_text().partition(chr(10))[2]}")
 
 
 async def tried(

@@ -112,8 +112,11 @@ class VaeStream:
 class StreamsAttend:
     """Attention of several streams, each over the last of its own places; all have as many new ones."""
 
-    def __init__(self, streams: Sequence[VaeStream], new: int, windows: Sequence[int | None]) -> None:
+    def __init__(
+        self, streams: Sequence[VaeStream], new: int, windows: Sequence[int | None], device: torch.device
+    ) -> None:
         """``windows``: of each layer."""
+        self._seen = torch.tensor([stream.seen for stream in streams], device=device)[:, None]
         self._streams, self._new, self._layers = streams, new, len(windows)
         old = [stream.kept for stream in streams if stream.kept is not None]
         self._before = max((kept.shape[2] for kept in old), default=0)
@@ -127,13 +130,9 @@ class StreamsAttend:
     def _filled(self, kept: Tensor) -> Tensor:
         return F.pad(kept, (0, 0, 0, 0, self._before - kept.shape[2], 0))
 
-    def positions(self, device: torch.device) -> Tensor:
+    def positions(self) -> Tensor:
         """int64 [streams * new]"""
-        new = torch.arange(self._new, device=device)
-        return (self._seen(device)[:, None] + new).flatten()
-
-    def _seen(self, device: torch.device) -> Tensor:
-        return torch.tensor([stream.seen for stream in self._streams], device=device)
+        return (self._seen + torch.arange(self._new, device=self._seen.device)).flatten()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
         q, k, v = (part.unflatten(0, (len(self._streams), self._new)) for part in (q, k, v))
@@ -146,7 +145,7 @@ class StreamsAttend:
         if window not in self._masks:
             places = torch.arange(-self._before, self._new, device=q.device)
             distance = _mask(places[self._before :, None] - places, window)
-            self._masks[window] = distance & (places >= -self._seen(q.device)[:, None, None, None])
+            self._masks[window] = distance & (places >= -self._seen[:, None, None])
         mixed = _attended(*(part.transpose(1, 2) for part in (q, k, v)), self._masks[window])
         return mixed.transpose(1, 2).flatten(0, 1)
 
@@ -221,8 +220,8 @@ class VaeDecoder(nn.Module):
         x = self._drawn_out(self.into(latents), streams, last)
         if not x.shape[1]:
             return x.new_zeros(len(streams), 0, dtype=torch.float32)
-        attend = StreamsAttend(streams, x.shape[1], self.spec.decoder.windows)
-        hidden = self.decoder(x.flatten(0, 1), attend.positions(x.device)[None], attend)
+        attend = StreamsAttend(streams, x.shape[1], self.spec.decoder.windows, x.device)
+        hidden = self.decoder(x.flatten(0, 1), attend.positions()[None], attend)
         attend.leave()
         size, phase = self.spectrum(hidden).float().unflatten(0, x.shape[:2]).chunk(2, -1)
         frames = torch.fft.irfft(torch.polar(size.exp().clamp(max=100.0), phase), self._fft) * self._window
