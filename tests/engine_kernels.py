@@ -197,6 +197,9 @@ def check_state(device: str) -> None:
     state.advance(ids, moved.rows, moved.ends, moved.targets, result[0], there, facts)
     assert torch.equal(ids.cpu()[:6], filled[:6])
     assert torch.equal(there.cpu()[:8], fields[:8])
+    ring, written = torch.zeros(3, 9, 3, dtype=torch.int64, device=device), torch.tensor([4], device=device)
+    state.hand_out(ids, ring, written)
+    assert torch.equal(ring[1, :7], ids) and not ring[1, 7:].any() and not ring[[0, 2]].any()
     table, offsets = torch.randn(20, 96), torch.tensor([0, 6, 12])
     summed = state.embed(inputs.ids.to(device), offsets.to(device), table.to(device))
     assert difference(summed.cpu(), table[inputs.ids + offsets].sum(1)) < 1e-6

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from sgl_omni.engine.cross_attention import SourcePool
 from sgl_omni.engine.device_rows import DeviceRows
-from sgl_omni.engine.device_step import DeviceStep, StepInputs, StepOutput, step_size
+from sgl_omni.engine.device_step import DeviceStep, StepInputs, step_size
 from sgl_omni.engine.given_rows import GivenRows
 from sgl_omni.engine.graphs import StepGraphs, can_capture, decode_buckets, prompt_buckets
 from sgl_omni.engine.kv_cache import KVCache
-from sgl_omni.engine.launched import Launched, OutputBuffer, StepTimes, WantedHidden
+from sgl_omni.engine.launched import Launched, OutputRing, StepTimes, WantedHidden
 from sgl_omni.engine.model import StepModel
 from sgl_omni.engine.pass_inputs import describe, gather_given, makes_tiles, tiles_last
 from sgl_omni.engine.request import Chunk, Request
@@ -29,8 +29,6 @@ log = logging.getLogger("sgl_omni.engine")
 
 _ADDED_PLACES = 64
 """Arriving rows kept ready for each request: more than the steps that follow one another without a look at it."""
-_BUFFERS = 3
-"""One that is read, one that is written, and one to spare."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +36,7 @@ class _Pass:
     """A pass as it was last launched, which is all that a repetition needs.
 
     ``from_state``: no row was told its position, so that the same inputs run each request one row further.
-    ``graph`` and ``output``: the graph that it was, and what this writes to.
+    ``graph``: the one that it was.
     """
 
     owners: Sequence[tuple[Request, int]]
@@ -48,7 +46,6 @@ class _Pass:
     from_state: bool
     wanted: WantedHidden | None
     graph: _Graph | None = None
-    output: StepOutput | None = None
 
 
 class _Graph(NamedTuple):
@@ -104,9 +101,7 @@ class DeviceRunner:
         self._sources = sources
         self._step = DeviceStep(model, cache, self._rows, sources)
         self._continues_at = [-1] * max_rows
-        on_gpu = cache.device.type == "cuda"
-        self._buffers = [OutputBuffer(max_rows, model.columns) for _ in range(_BUFFERS)] if on_gpu else []
-        self._turn = 0
+        self._outputs = OutputRing(max_rows, model.columns, cache.device)
         self._stream: torch.cuda.Stream | None = None
         self._last: _Pass | None = None
         self._repeated = 0
@@ -127,7 +122,7 @@ class DeviceRunner:
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
         started = time.perf_counter()
         self._settle()
-        if self._buffers:
+        if self._device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._device)
         decodes: list[Chunk] = []
         prompts: list[Chunk] = []
@@ -215,14 +210,14 @@ class DeviceRunner:
             if self._graph_given is not None:
                 self._graph_given.put(more)
             inputs = StepInputs.of(self._graph_inputs, n, self._columns, s)
-            output = StepOutput(self._graph_chosen[: len(owners)], self._graph_hidden)
-            self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, wanted, graph, output)
+            self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, wanted, graph)
             graph.replay()
-            return self._hand_out(owners, output, wanted)
+            return self._hand_out(owners, self._graph_hidden, wanted)
         inputs = StepInputs.of(to_device(flat, self._device), n, self._columns, s)
         self._last = _Pass(owners, rows, inputs, outputs_only, not prompts, wanted)
         output = self._step(inputs, more, outputs_only=outputs_only, has_tiles=has_tiles)
-        return self._hand_out(owners, output, wanted)
+        self._outputs.write(output.ids)
+        return self._hand_out(owners, output.hidden, wanted)
 
     def _graph_for(self, rows: int, has_prompts: bool, has_tiles: bool) -> _Graph | None:
         """The smallest captured step that does for so many rows. Short prompts may be among those that decode, unless
@@ -233,36 +228,32 @@ class DeviceRunner:
                 return _Graph(graphs, bucket)
         return None
 
-    def _run_again(self, last: _Pass) -> StepOutput:
-        if last.graph is None or last.output is None:
-            return self._step(last.inputs, outputs_only=last.outputs_only)
-        last.graph.replay()
-        return last.output
+    def _run_again(self, last: _Pass) -> Tensor:
+        if last.graph is not None:
+            last.graph.replay()
+            return self._graph_hidden
+        output = self._step(last.inputs, outputs_only=last.outputs_only)
+        self._outputs.write(output.ids)
+        return output.hidden
 
     def _hand_out(
-        self, owners: Sequence[tuple[Request, int]], output: StepOutput, wanted: WantedHidden | None
+        self, owners: Sequence[tuple[Request, int]], hidden_states: Tensor, wanted: WantedHidden | None
     ) -> Launched:
-        """``output.ids`` are those of the owners, and no others."""
+        """Of the step that was launched last; its first outputs are those of the owners."""
         self._times.steps += 1
-        hidden = None if wanted is None else output.hidden[wanted.at]
-        if not self._buffers:
-            return Launched(owners, output.ids.numpy().copy(), None, self._times, self._model, wanted, hidden)
-        self._turn = (self._turn + 1) % _BUFFERS
-        buffer = self._buffers[self._turn]
-        rows = buffer.copy(output.ids)
-        if hidden is not None:
+        hidden = None if wanted is None else hidden_states[wanted.at]
+        if hidden is not None and self._stream is not None:
             # These go on to other stages as they are, so each step has pinned memory of its own.
             kept = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
             hidden = kept.copy_(hidden, non_blocking=True)
-        buffer.event.record(self._stream)
-        return Launched(owners, rows, buffer.event, self._times, self._model, wanted, hidden)
+        rows, event = self._outputs.follow(len(owners), self._stream)
+        return Launched(owners, rows, event, self._times, self._model, wanted, hidden)
 
     @torch.inference_mode()
     def _capture(self, decodes: Sequence[int], prompts: Sequence[int], embeds_prompts: bool) -> None:
         largest = max(prompts)
         size = step_size(largest, self._columns, self._max_rows)
         self._graph_inputs = torch.zeros(size, dtype=torch.int64, device=self._device)
-        self._graph_chosen = torch.zeros(self._max_rows, self._columns, dtype=torch.int64, device=self._device)
         self._graph_hidden = torch.empty(0, device=self._device)
         if embeds_prompts:
             self._graph_given = GivenRows(largest, self._axes, _inputs_like(self._model))
@@ -273,7 +264,7 @@ class DeviceRunner:
             inputs = StepInputs.of(self._graph_inputs, n, self._columns, s)
             brought = None if given is None or outputs_only else given.of(n)
             output = self._step(inputs, brought, outputs_only=outputs_only, has_tiles=has_tiles)
-            self._graph_chosen[:s] = output.ids
+            self._outputs.write(output.ids)
             if self._hands_hidden:
                 if not len(self._graph_hidden):  # the first is the largest, and not captured yet
                     self._graph_hidden = torch.empty_like(output.hidden)
@@ -284,6 +275,7 @@ class DeviceRunner:
         self._prompt_graphs = StepGraphs(partial(step, has_tiles=True), prompts)
         one_row_each = partial(step, outputs_only=self._model.embeds_outputs_apart)
         self._decode_graphs = StepGraphs(one_row_each, decodes, self._prompt_graphs)
+        self._outputs.restart()
         log.info(
             "captured CUDA graphs for steps of %s rows, and with prompts of %s, in %.1f s",
             *(", ".join(map(str, graphs.buckets)) for graphs in self.graphs),

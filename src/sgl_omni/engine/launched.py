@@ -13,8 +13,12 @@ from torch import Tensor
 
 from sgl_omni.engine.hidden import put_hidden
 from sgl_omni.engine.model import StepModel
+from sgl_omni.engine.platform import for_kernels
 from sgl_omni.engine.request import Chunk, Request
 from sgl_omni.engine.row_memory import to_device
+
+PLACES = 3
+"""One that is read, one that is written, and one to spare."""
 
 
 @dataclass(slots=True)
@@ -58,27 +62,47 @@ class WantedHidden:
         )
 
 
-class OutputBuffer:
-    """Pinned memory that the ids of a step are copied to, and the event that tells when they are there.
+class OutputRing:
+    """Where the ids of steps come to lie: a place for each of a few steps, in turn.
 
-    Made once and used again and again, its views too: to make them anew takes the host longer than the copy does.
+    It is the host's memory, and the step itself writes to it: a copy behind the step would take the host as long to
+    launch as a whole graph. Device and host count the steps each for itself.
     """
 
-    def __init__(self, rows: int, columns: int) -> None:
-        self.event = torch.cuda.Event(blocking=True)
-        self._memory = torch.zeros(rows, columns, dtype=torch.int64).pin_memory()
-        self._view_first(rows)
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._memory = torch.zeros(PLACES, rows, columns, dtype=torch.int64, pin_memory=on_gpu)
+        self._rows: npt.NDArray[np.int64] = self._memory.numpy()
+        self._written = torch.zeros(1, dtype=torch.int64, device=device)
+        self._events = [torch.cuda.Event(blocking=True) for _ in range(PLACES)] if on_gpu else []
+        self._launched = 0
 
-    def copy(self, ids: Tensor) -> npt.NDArray[np.int64]:
-        """Starts to copy ids [n, columns] behind the step that makes them. Returns where they will be."""
-        if ids.shape[0] != self._view.shape[0]:
-            self._view_first(ids.shape[0])
-        self._view.copy_(ids, non_blocking=True)
-        return self._rows
+    def write(self, ids: Tensor) -> None:
+        """The last part of a step, which a graph may hold: ids int64 [n, columns] to the next place."""
+        if for_kernels(self._written):
+            from sgl_omni.engine.kernels import state as kernels
 
-    def _view_first(self, rows: int) -> None:
-        self._view = self._memory[:rows]
-        self._rows: npt.NDArray[np.int64] = self._view.numpy()
+            kernels.hand_out(ids, self._memory, self._written)
+        else:
+            self._memory[int(self._written) % PLACES, : len(ids)] = ids
+        self._written += 1
+
+    def restart(self) -> None:
+        """Nothing that was written so far is of a step that was launched."""
+        self._written.zero_()
+        self._launched = 0
+
+    def follow(
+        self, count: int, stream: torch.cuda.Stream | None
+    ) -> tuple[npt.NDArray[np.int64], torch.cuda.Event | None]:
+        """Behind the launch of a step: where its first ``count`` rows will be, and what tells that they are there."""
+        place = self._launched % PLACES
+        self._launched += 1
+        if stream is None:
+            return self._rows[place, :count], None
+        event = self._events[place]
+        event.record(stream)
+        return self._rows[place, :count], event
 
 
 @dataclass(slots=True, eq=False)

@@ -16,6 +16,7 @@ _STEP = tl.constexpr(int(Field.STEP))
 _END = tl.constexpr(int(Field.END))
 _LIMIT = tl.constexpr(int(Field.LIMIT))
 _FIELDS = tl.constexpr(len(Field))
+_HANDED_AT_ONCE = 1024
 
 
 @triton.jit
@@ -145,6 +146,24 @@ def advance(
         triton.next_power_of_2(columns),
         num_warps=1,
     )
+
+
+@triton.jit
+def _hand_out(ids, ring, written, count, size, places, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(written) % places
+    tl.store(ring + place * size + at, tl.load(ids + at, mask=at < count), mask=at < count)
+
+
+def hand_out(ids: Tensor, ring: Tensor, written: Tensor) -> None:
+    """ids int64 [n, columns] to the place of ``ring`` int64 [places, rows, columns] that comes after so many as
+    ``written`` int64 [1] says. On a GPU the ring may be pinned memory of the host."""
+    if not ids.numel():
+        return
+    ids = ids.contiguous()
+    places, rows, columns = ring.shape
+    grid = (triton.cdiv(ids.numel(), _HANDED_AT_ONCE),)
+    _hand_out[grid](ids, ring, written, ids.numel(), rows * columns, places, _HANDED_AT_ONCE)
 
 
 @triton.jit
