@@ -5,6 +5,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # A test of real processes misses its times where the machine stalls, so it is tried again; the summary lists it.
 AGAIN := --reruns 2 -rR
+# Tests start hundreds of processes of this package, which must not each compile it anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check format clean
 
