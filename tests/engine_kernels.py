@@ -165,9 +165,10 @@ def check_sampling(
     fields[:, Field.DRAWN] = 3
     index = torch.randperm(rows)
     moved = [part.to(device) for part in (logits, fields, place[index], index.argsort())]
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        ids = sampling.sample(torch.full_like(moved[0], bad), *moved[1:], first_column)
-        assert 0 <= int(ids.min()) <= int(ids.max()) < vocabulary, "whatever the logits are, an id is one"
+    bad = torch.tensor([torch.nan, torch.inf, -torch.inf]).repeat_interleave(len(options)).repeat(2)[:rows]
+    moved_bad = bad[:, None, None].expand(logits.shape).to(device, dtype).contiguous()  # each with every option
+    ids = sampling.sample(moved_bad, *moved[1:], first_column)
+    assert 0 <= int(ids.min()) <= int(ids.max()) < vocabulary, "whatever the logits are, an id is one"
     return sampling.sample(*moved, first_column).cpu(), expected
 
 

@@ -22,9 +22,14 @@ __all__ = ["one_thread"]
 
 
 @pytest.fixture(autouse=True)
-def is_interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def is_interpreted() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1, which Triton reads when it is imported")
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch, is_interpreted: None) -> Iterator[None]:
+    """Models take a GPU's path; afterwards it must have been taken."""
     from sgl_omni.engine.kernels import attention
 
     kernel = Mock(wraps=attention.decode_attention)

@@ -22,6 +22,8 @@ from test_moss_tts_local import Moss, moss
 
 __all__ = ["csm", "higgs", "models", "moss", "omni", "speeches", "whisper"]
 
+pytestmark = pytest.mark.usefixtures("by_kernels")
+
 TOKENS = 3
 
 
