@@ -1,6 +1,6 @@
 """Tests that run a GPU's path on a CPU, the kernels in Triton's interpreter: `TRITON_INTERPRET=1 python -m pytest ...`.
 
-They are slow, so each looks at the first few outputs only. The same models run whole on a GPU in tests/gpu.
+They are slow, so those of models look at the first few outputs only. The same run whole on a GPU in tests/gpu.
 """
 
 from __future__ import annotations
