@@ -19,6 +19,7 @@ def test_kernels_compute_what_plain_torch_does() -> None:
     program = """
 import torch
 import engine_kernels as checks
+from sgl_omni.engine.kernels import sampling
 
 for tiled in (False, True):
     for window in (None, 9):
@@ -31,6 +32,12 @@ for width in (96, 100):
 for vocabulary, dtype, first_column in ((50, torch.float32, 0), (130, torch.bfloat16, 0), (50, torch.float32, 2)):
     chosen, expected = checks.check_sampling("cpu", vocabulary, dtype, first_column)
     assert torch.equal(chosen, expected), vocabulary
+sampling.LARGEST_AT_ONCE, sampling._PART = 32, 16  # a large vocabulary, of a few ids
+for sampling._CANDIDATES in (64, 4):
+    chosen, expected = checks.check_sampling("cpu", 50, torch.bfloat16, 1, times=1)
+    assert torch.equal(chosen, expected), sampling._CANDIDATES
+for dtype in (torch.float32, torch.float16):
+    checks.check_penalty("cpu", 50, dtype)
 for rows, experts, choices in ((1, 4, 1), (5, 4, 2), (3, 16, 4), (70, 6, 3)):
     off = checks.check_moe("cpu", torch.float32, rows=rows, experts=experts, choices=choices)
     assert off < 3e-6, ("moe", rows, experts, choices, off)
@@ -66,6 +73,27 @@ def test_the_experts_kernels_compile_for_a_gpu(tile: int) -> None:
         places = {(names.index(name),): value for name, value in constants.items()}
         compiled = compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32))
         assert "mma" in compiled.asm["ptx"] or kernel is moe._order
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_choices_from_a_large_vocabulary_compile_for_a_gpu(bits: int) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sgl_omni.engine.kernels import sampling
+
+    fields = dict(zip(("TEMPERATURE", "TOP_K", "TOP_P", "SEED", "STEP", "DRAWN"), range(6), strict=True))
+    sizes = {**fields, "BITS": bits, "CANDIDATES": 64}
+    types = {"logits": "*bf16" if bits == 16 else "*fp32", "fields": "*i32", "best": "*fp32", "rows": "*i64"}
+    types |= {"ends": "*i64", "ids": "*i32", "counts": "*i32", "out": "*i64"}
+    for kernel, more in (
+        (sampling._sample_parts, {"BLOCK": 4096}),
+        (sampling._sample_rows, {"PARTS": 64, "BLOCK": 8192}),
+    ):
+        constants, names = {**sizes, **more}, kernel.arg_names
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+        places = {(names.index(name),): value for name, value in constants.items()}
+        assert compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
 @pytest.mark.parametrize("tiled", [False, True])
