@@ -20,6 +20,7 @@ from sgl_omni.engine.kernels.convolution import Convolution, Snake
 from sgl_omni.engine.kv_cache import KVCache, KVShape
 from sgl_omni.engine.moe import routed_one_by_one
 from sgl_omni.engine.ops import rms_norm
+from sgl_omni.engine.repetition import penalise
 from sgl_omni.engine.rope import rotate
 from sgl_omni.engine.row_attention import RowLayout, Tiled, TorchRowAttention, TritonRowAttention
 from sgl_omni.engine.sampler import sample_masked, seed_key, step_keys
@@ -139,18 +140,21 @@ def check_silu_mul(device: str, dtype: torch.dtype, width: int) -> float:
 
 
 def check_sampling(
-    device: str, vocabulary: int, dtype: torch.dtype = torch.float32, first_column: int = 0
+    device: str, vocabulary: int, dtype: torch.dtype = torch.float32, first_column: int = 0, times: int = 5
 ) -> tuple[Tensor, Tensor]:
-    """Ids of the kernel and of the reference: greedy and random rows, ties, every option and all of them together."""
+    """Ids of the kernel and of the reference: greedy and random rows, ties, every option and all of them together.
+
+    ``times``: rows of each kind.
+    """
     torch.manual_seed(3)
     options = [
         (0.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 5, 1.0), (1.5, 1, 0.5),
-        (1.0, 40, 0.8), (1.0, 3, 0.3), (0.3, 0, 0.9), (2.0, 7, 0.95),
+        (1.0, 40, 0.8), (1.0, 3, 0.3), (0.3, 0, 0.9), (2.0, 7, 0.95), (1.0, 200, 1.0), (0.6, 90, 0.5),
     ]  # fmt: skip
-    rows = 5 * len(options)
+    rows = times * len(options)
     logits = torch.randn(rows, 3, vocabulary) * 3
     logits[:, :, 5] = logits[:, :, 9] = logits.amax(-1)
-    temperature, top_k, top_p = (torch.tensor(column * 5) for column in map(list, zip(*options, strict=True)))
+    temperature, top_k, top_p = (torch.tensor(column * times) for column in map(list, zip(*options, strict=True)))
     steps = torch.arange(rows) + 3
     keys = step_keys(torch.tensor([seed_key(i) for i in range(rows)]), steps)
     logits = logits.to(dtype)
@@ -170,6 +174,20 @@ def check_sampling(
     ids = sampling.sample(moved_bad, *moved[1:], first_column)
     assert 0 <= int(ids.min()) <= int(ids.max()) < vocabulary, "whatever the logits are, an id is one"
     return sampling.sample(*moved, first_column).cpu(), expected
+
+
+def check_penalty(device: str, vocabulary: int, dtype: torch.dtype) -> None:
+    """As plain torch penalises, of the rows that ask for it."""
+    torch.manual_seed(5)
+    logits = torch.randn(6, vocabulary).to(dtype)
+    penalties = torch.tensor([1.0, 1.1, 2.5, 1.0, 0.7, 1.3])
+    flags = torch.rand(9, vocabulary) < 0.3
+    at, ends = torch.tensor([8, 3, 5, 0, 1, 2, 7, 4]), torch.tensor([6, 0, 2, 3, 7, 1])
+    fields = torch.zeros(9, len(Field) + 1, dtype=torch.int32)
+    fields[at[ends], Field.PENALTY] = penalties.view(torch.int32)
+    expected = penalise(logits, flags[at[ends]], penalties)
+    moved = [part.to(device) for part in (logits.clone(), flags, fields, at, ends)]
+    assert torch.equal(sampling.penalise(*moved).cpu(), expected)
 
 
 def check_state(device: str) -> None:

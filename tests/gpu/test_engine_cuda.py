@@ -15,6 +15,7 @@ from engine_kernels import (
     check_bits,
     check_convolution,
     check_moe,
+    check_penalty,
     check_places,
     check_sampling,
     check_silu_mul,
@@ -117,10 +118,15 @@ def test_convolutions(dtype: torch.dtype, most: float, which: int) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("vocabulary", [50, 1026, 5000])
+@pytest.mark.parametrize("vocabulary", [50, 1026, 5000, 51866, 151936])
 def test_sampling(vocabulary: int, dtype: torch.dtype) -> None:
     chosen, expected = check_sampling("cuda", vocabulary, dtype)
     assert (chosen != expected).sum() <= 1  # a sum that rounds otherwise may move one id over the edge
+
+
+@DTYPES
+def test_penalties_of_repetition(dtype: torch.dtype) -> None:
+    check_penalty("cuda", 151936, dtype)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 
 import engine_kernels as checks
 
+from sgl_omni.engine.kernels import sampling
+
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("window", [None, 9])
@@ -34,6 +36,21 @@ def test_elementwise(width: int) -> None:
 def test_sampling(vocabulary: int, dtype: torch.dtype, first_column: int) -> None:
     chosen, expected = checks.check_sampling("cpu", vocabulary, dtype, first_column)
     assert torch.equal(chosen, expected)
+
+
+@pytest.mark.parametrize("candidates", [64, 4])
+def test_sampling_from_a_large_vocabulary(candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large is here what one program would hold anyway, and a part of it a few ids. With few candidates, more requests
+    have their rows gone over again."""
+    for name, value in (("LARGEST_AT_ONCE", 32), ("_PART", 16), ("_CANDIDATES", candidates)):
+        monkeypatch.setattr(sampling, name, value)
+    chosen, expected = checks.check_sampling("cpu", 50, torch.bfloat16, 1, times=1)
+    assert torch.equal(chosen, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_penalties_of_repetition(dtype: torch.dtype) -> None:
+    checks.check_penalty("cpu", 5000, dtype)
 
 
 @pytest.mark.parametrize(("rows", "experts", "choices"), [(1, 4, 1), (5, 4, 2), (3, 16, 4), (70, 6, 3)])

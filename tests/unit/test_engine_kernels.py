@@ -25,6 +25,27 @@ def test_the_experts_kernels_compile_for_a_gpu(tile: int) -> None:
         assert "mma" in compiled.asm["ptx"] or kernel is moe._order
 
 
+@pytest.mark.parametrize("bits", [16, 32])
+def test_choices_from_a_large_vocabulary_compile_for_a_gpu(bits: int) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sgl_omni.engine.kernels import sampling
+
+    fields = dict(zip(("TEMPERATURE", "TOP_K", "TOP_P", "SEED", "STEP", "DRAWN"), range(6), strict=True))
+    sizes = {**fields, "BITS": bits, "CANDIDATES": 64}
+    types = {"logits": "*bf16" if bits == 16 else "*fp32", "fields": "*i32", "best": "*fp32", "rows": "*i64"}
+    types |= {"ends": "*i64", "ids": "*i32", "counts": "*i32", "out": "*i64"}
+    for kernel, more in (
+        (sampling._sample_parts, {"BLOCK": 4096}),
+        (sampling._sample_rows, {"PARTS": 64, "BLOCK": 8192}),
+    ):
+        constants, names = {**sizes, **more}, kernel.arg_names
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+        places = {(names.index(name),): value for name, value in constants.items()}
+        assert compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 def test_the_attention_kernels_compile_for_a_gpu(tiled: bool, split: bool) -> None:

@@ -22,10 +22,10 @@ def penalise_requests(logits: Tensor, requests: Sequence[Request], *, prompts: b
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     """Logits [n, vocabulary] with those of ``seen`` ids, bool [n, vocabulary], lowered by ``penalty`` [n].
 
-    Positive ones are divided by it, negative ones multiplied; 1 changes nothing.
+    Positive ones are divided by it, negative ones multiplied, in float32; 1 changes nothing.
     """
-    factor = penalty[:, None].to(logits.dtype)
-    return torch.where(seen, torch.where(logits < 0, logits * factor, logits / factor), logits)
+    exact, factor = logits.float(), penalty[:, None].float()
+    return torch.where(seen, torch.where(exact < 0, exact * factor, exact / factor).to(logits.dtype), logits)
 
 
 def seen_ids(

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sgl_omni.engine.device_rows import DeviceRows, Field, float_bits, float_of
 from sgl_omni.engine.platform import for_kernels
-from sgl_omni.engine.sampler import LARGEST_KERNEL_VOCABULARY, sample_masked, step_keys
+from sgl_omni.engine.repetition import penalise
+from sgl_omni.engine.sampler import sample_masked, step_keys
 
 Choose = Callable[[Tensor, int], Tensor]
 
@@ -47,16 +48,18 @@ class RowState:
         """The end of the audio, int64 [s], or -1."""
         return self.fields[:, Field.END].to(torch.int64)
 
-    @property
-    def penalties(self) -> Tensor:
-        """Of repetition, float32 [s]."""
-        return float_of(self.fields, Field.PENALTY)
-
-    @property
-    def seen(self) -> Tensor:
-        """Ids that each has had in column 0, bool [s, ``StepModel.seen_vocabulary``]."""
+    def penalised(self, logits: Tensor) -> Tensor:
+        """Logits [s, 1, ``StepModel.seen_vocabulary``], those of ids that a request has had in column 0 lowered by its
+        penalty of repetition. The given ones may be changed."""
         assert self._rows.seen is not None, "the model has no seen_vocabulary"
-        return self._rows.seen.flags[self._own]
+        flags = self._rows.seen.flags
+        if for_kernels(logits):
+            from sgl_omni.engine.kernels import sampling
+
+            logits = logits.contiguous()
+            sampling.penalise(logits[:, 0], flags, self._rows.fields, self._at, self._ends)
+            return logits
+        return penalise(logits[:, 0], flags[self._own], float_of(self.fields, Field.PENALTY))[:, None]
 
     @property
     def temperatures(self) -> Tensor:
@@ -99,7 +102,7 @@ class RowState:
 
 def choose_rows(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, first_column: int = 0) -> Tensor:
     """Ids int64 [s, columns] by each state's own options; see ``kernels.sampling.sample`` for the arguments."""
-    if for_kernels(logits) and logits.shape[-1] <= LARGEST_KERNEL_VOCABULARY:
+    if for_kernels(logits):
         from sgl_omni.engine.kernels import sampling
 
         return sampling.sample(logits, fields, rows, ends, first_column)

@@ -18,8 +18,6 @@ from torch import Tensor
 from sgl_omni.engine.request import Request
 
 _MASK = 0xFFFFFFFF
-LARGEST_KERNEL_VOCABULARY = 8192
-"""Ids that one program of the GPU's kernel holds at once."""
 
 Word = TypeVar("Word", int, Tensor)
 

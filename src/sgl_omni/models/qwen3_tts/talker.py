@@ -16,7 +16,7 @@ from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Projection, parameter
 from sgl_omni.engine.model import LoadedModel
-from sgl_omni.engine.repetition import penalise, penalise_requests
+from sgl_omni.engine.repetition import penalise_requests
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.sampler import SamplingBatch
@@ -107,7 +107,7 @@ class TalkerModel(LoadedModel):
         return self.whole_rows(rows, hidden, self._predictor_sampling.of_batch(batch))
 
     def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
-        return self.allowed(penalise(logits[:, 0], state.seen, state.penalties)[:, None], state.steps)
+        return self.allowed(state.penalised(logits), state.steps)
 
     def finish_rows(self, ids: Tensor, hidden: Tensor, state: RowState) -> tuple[Tensor, None]:
         return self.whole_rows(ids, hidden, self._predictor_sampling.of_rows(state)), None

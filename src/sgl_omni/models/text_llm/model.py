@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.model import CausalModel
-from sgl_omni.engine.repetition import penalise, penalise_requests
+from sgl_omni.engine.repetition import penalise_requests
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_state import RowState
 
@@ -28,4 +28,4 @@ class TextModel(CausalModel):
         return penalise_requests(logits, requests, prompts=True)
 
     def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
-        return penalise(logits[:, 0], state.seen, state.penalties)[:, None]
+        return state.penalised(logits)
