@@ -192,6 +192,8 @@ def measure(family: str, options: argparse.Namespace, device: str) -> dict[str, 
     ways = {"alone": 1, "together": options.streams}
     with made_folder(family, codec.parts, options) as (folder, made):
         stages = {way: _function(codec.factory)(str(folder), device=device, max_batch=n) for way, n in ways.items()}
+    for stage in stages.values() if device != "cpu" else ():
+        stage.rehearsal()
     watched = {way: Watched(stage) for way, stage in stages.items()}
     frames = max(codec.chunk, round(options.seconds * codec.frames_per_s))
     rounds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}

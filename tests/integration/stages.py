@@ -38,6 +38,23 @@ def plain(name: str = "plain", concurrency: int = 4) -> FunctionStage:
     return FunctionStage(run, concurrency)
 
 
+def rehearsed(fails: str = "", concurrency: int = 4) -> FunctionStage:
+    """Puts how often it was rehearsed, and whether in a thread of requests, into the payload."""
+    threads: list[str] = []
+
+    def run(payload: Payload, request: Request) -> Payload:
+        return {**payload, "rehearsals": len(threads), "here": threading.current_thread().name in threads}
+
+    def rehearse() -> None:
+        threads.append(threading.current_thread().name)
+        if fails == "damaged":
+            raise NotFinite("the features are")
+        if fails == "broken":
+            raise OSError("the library is of another version")
+
+    return FunctionStage(run, concurrency, rehearse)
+
+
 def obey(concurrency: int = 64) -> FunctionStage:
     """Does what the payload's `do` says."""
 

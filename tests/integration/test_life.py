@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from running import HERE, Start, children, eventually
 from sgl_omni.errors import Overloaded, ProcessExited, RequestAborted, StartupError
 from sgl_omni.runtime.pipeline import Pipeline
 from sgl_omni.runtime.rundir import RunDir
+from sgl_omni.topology.plan import Plan
 
 pytestmark = pytest.mark.alone
 
@@ -37,6 +39,30 @@ async def test_what_a_factory_refuses_on_purpose_is_told_without_a_traceback(sta
     with pytest.raises(StartupError) as info:
         await start(plan_of(stage("a", "refusing_factory", terminal=True)))
     assert str(info.value) == "stage 'a' (a) could not be built: /models/m/model.safetensors: a.weight is [3], not [4]"
+
+
+async def test_stages_are_rehearsed_on_the_cuda_platform_alone(start: Start) -> None:
+    plan = plan_of(stage("a", "rehearsed", terminal=True))
+    for platform, rehearsals in (("cpu", 0), ("cuda", 1)):
+        pipeline = await start(replace(plan, platform=platform))
+        result = (await pipeline.submit({}).result())["a"]
+        assert result == {"rehearsals": rehearsals, "here": bool(rehearsals)}
+
+
+async def test_a_rehearsal_that_fails_fails_the_start_with_the_stages_name(start: Start) -> None:
+    def plan(fails: str) -> Plan:
+        bad = stage("b", "rehearsed", factory_args={"fails": fails}, process="a", terminal=True)
+        return replace(plan_of(stage("a", "rehearsed", next="b"), bad), platform="cuda")
+
+    with pytest.raises(StartupError) as info:
+        await start(plan("damaged"))
+    assert str(info.value) == (
+        "stage 'b' (a) could not be built: its rehearsal failed: the features are not all finite: the model's weights "
+        "may be damaged"
+    )
+    with pytest.raises(StartupError, match=r"stage 'b' \(a\) could not be built: OSError") as info:
+        await start(plan("broken"))
+    assert "in rehearse" in str(info.value) and "the library is of another version" in str(info.value)
 
 
 @pytest.mark.parametrize("policy", ["stop", "restart"])

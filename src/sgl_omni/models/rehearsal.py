@@ -1,15 +1,29 @@
-"""A vocoder's first pieces, before anybody waits for them."""
+"""What stages rehearse: made-up requests, so that no real one waits for libraries that are used for the first time.
+
+Libraries load their kernels when these are first used, which takes the first request half a second and more. When a
+rehearsal is called, and what may come of it: `sgl_omni.runtime.stage.Rehearsal`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sgl_omni.runtime.stage import Payload, StreamStage
+from sgl_omni.audio.encode import encode as encode_file
+from sgl_omni.runtime.stage import Payload, Rehearsal, StreamStage
 
 FRAMES = 16
 """Enough for the short piece that a stream begins with and the longer one that follows, in every family."""
+
+SECONDS = 2.0, 8.0
+"""Of recordings: libraries choose among kernels by their length."""
+
+_FILE_RATE = 48_000
+"""No codec's own, so that files are resampled as most are."""
 
 Vocoder = TypeVar("Vocoder", bound=StreamStage[Any])
 
@@ -22,14 +36,13 @@ class _NoRequest:
         raise AssertionError("a vocoder yields its sound")
 
 
-def rehearsed(vocoder: Vocoder, device: str, codebooks: int) -> Vocoder:
-    """The vocoder; on a GPU after it has spoken ``FRAMES`` frames of codes 0 [frames, codebooks].
+def rehearsed(vocoder: Vocoder, codebooks: int) -> Vocoder:
+    """The vocoder; its rehearsal speaks ``FRAMES`` frames of codes 0 [frames, codebooks]."""
+    vocoder.rehearsal = partial(_speak, vocoder, codebooks)
+    return vocoder
 
-    Libraries load their kernels when these are first used, which takes the first request half a second and more.
-    Raises what the vocoder does, ``NotFinite`` where its weights are damaged.
-    """
-    if device == "cpu":
-        return vocoder
+
+def _speak(vocoder: StreamStage[Any], codebooks: int) -> None:
     state = vocoder.open(_NoRequest())
     try:
         codes = np.zeros((FRAMES, codebooks), np.int16)
@@ -38,4 +51,18 @@ def rehearsed(vocoder: Vocoder, device: str, codebooks: int) -> Vocoder:
             pass
     finally:
         vocoder.close(state)
-    return vocoder
+
+
+def hearing(encode: Callable[[bytes], object]) -> Rehearsal:
+    """Has ``encode``, which keeps nothing, hear a file of each of ``SECONDS``."""
+
+    def hear() -> None:
+        for seconds in SECONDS:
+            encode(encode_file("wav", _FILE_RATE, [noise(seconds, _FILE_RATE)]))
+
+    return hear
+
+
+def noise(seconds: float, rate: int) -> NDArray[np.float32]:
+    """float32 [samples] at ``rate``, always the same, about as loud as speech."""
+    return np.random.default_rng(0).normal(0.0, 0.1, round(seconds * rate)).astype(np.float32)

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from sgl_omni.errors import OmniError, StartupError
 from sgl_omni.runtime.requests import StageRequest
-from sgl_omni.runtime.stage import BatchStage, FunctionStage, Payload
+from sgl_omni.runtime.stage import BatchStage, FunctionStage, Payload, Rehearsal
 
 T = TypeVar("T")
 
@@ -33,6 +34,26 @@ def call_author(call: Callable[..., T], *args: Any) -> T:
 
 class Runner(ABC):
     """Drives one stage of this process."""
+
+    _pool: ThreadPoolExecutor | None = None
+    """The threads of the stage's code, where it runs in threads."""
+
+    _rehearsal: Rehearsal | None = None
+
+    def rehearse(self) -> None:
+        """Before the first request: the stage's rehearsal, if it has one, in a thread that is there for requests then.
+
+        Raises what it raises, an error of ``errors.py`` as ``StartupError``.
+        """
+        if self._rehearsal is None:
+            return
+        try:
+            if self._pool is None:
+                call_author(self._rehearsal)
+            else:
+                self._pool.submit(call_author, self._rehearsal).result()
+        except OmniError as error:
+            raise StartupError(f"its rehearsal failed: {error}") from error
 
     @abstractmethod
     def submit(self, request: StageRequest, payload: Payload) -> None:
@@ -52,8 +73,10 @@ class Runner(ABC):
     def gauges(self) -> dict[str, float]:
         return {}
 
-    def close(self) -> None:  # noqa: B027 - not every kind holds threads
+    def close(self) -> None:
         """The process ends."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class FunctionRunner(Runner):
@@ -61,6 +84,7 @@ class FunctionRunner(Runner):
 
     def __init__(self, stage: FunctionStage) -> None:
         self._stage = stage
+        self._rehearsal = stage.rehearsal
         self._waiting: deque[tuple[StageRequest, Payload]] = deque()
         self._running: dict[StageRequest, asyncio.Task[Payload]] = {}
 
@@ -135,15 +159,13 @@ class ThreadFunctionRunner(FunctionRunner):
             result = await result
         return result  # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
 
 class BatchRunner(Runner):
     """Collects payloads and calls once for many; one call at a time, the next batch fills meanwhile."""
 
     def __init__(self, stage: BatchStage, name: str) -> None:
         self._stage = stage
+        self._rehearsal = stage.rehearsal
         self._waiting: deque[tuple[StageRequest, Payload]] = deque()
         self._oldest = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -164,9 +186,6 @@ class BatchRunner(Runner):
         if request not in self._running:
             self._waiting = deque(item for item in self._waiting if item[0] is not request)
             request.discard()
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
         if self._running or not self._waiting:

@@ -54,6 +54,13 @@ class Request(Protocol):
 StageFunction = Callable[[Payload, Request], Payload | Awaitable[Payload]]
 BatchFunction = Callable[[list[Payload]], Sequence[Payload | Exception] | Awaitable[Sequence[Payload | Exception]]]
 
+Rehearsal = Callable[[], object]
+"""Runs a stage's network on made-up input by the code that requests take, and leaves nothing of it behind.
+
+On the CUDA platform it is called once, when all stages of the process are built and before the process is ready, in a
+thread that will serve requests, whatever the stage itself runs on. What it raises ends the start.
+"""
+
 
 @dataclass(frozen=True)
 class FunctionStage:
@@ -65,6 +72,7 @@ class FunctionStage:
 
     fn: StageFunction
     concurrency: int = 1
+    rehearsal: Rehearsal | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class BatchStage:
     fn: BatchFunction
     max_size: int = 8
     max_wait_ms: float = 2.0
+    rehearsal: Rehearsal | None = None
 
 
 class StreamStage(ABC, Generic[State]):
@@ -84,6 +93,7 @@ class StreamStage(ABC, Generic[State]):
     those of one request in order and never two at a time."""
 
     concurrency: int = 1
+    rehearsal: Rehearsal | None = None
 
     @abstractmethod
     def open(self, request: Request) -> State:

@@ -35,6 +35,7 @@ class StreamRunner(Runner):
 
     def __init__(self, stage: StreamStage[Any], name: str) -> None:
         self._stage = stage
+        self._rehearsal = stage.rehearsal
         self._pool = ThreadPoolExecutor(stage.concurrency, thread_name_prefix=name)
         self._work: dict[StageRequest, _StreamWork] = {}
 
@@ -60,9 +61,6 @@ class StreamRunner(Runner):
             request.discard()
         elif work.task is None and not work.ended:
             work.task = asyncio.create_task(self._drive(request, work))
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _of(self, request: StageRequest) -> _StreamWork:
         return self._work.setdefault(request, _StreamWork())

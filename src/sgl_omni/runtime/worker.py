@@ -112,23 +112,29 @@ class Worker:
             set_up_torch(self._local_device() if self._instance.mps else None)
         started = time.monotonic()
         enforce_budgets(spawn.plan, self._instance, self._local_device())
-        for name in self._instance.stages:
-            try:
-                self._build(self._wiring.stages[name], spawn.group)
-            except Exception as error:  # noqa: BLE001 - reported to the supervisor
-                if isinstance(error, PeerLost):
-                    await asyncio.sleep(PEER_SECONDS)  # the rank that failed first is to be reported first
-                on_purpose = isinstance(error, OmniError)
-                message, trace = (str(error), "") if on_purpose else (repr(error), traceback.format_exc())
-                self._control.send(StartFailed(self._instance.name, name, message, trace))
-                self._control.flush()
-                return 1
+        stage = ""
+        try:
+            for stage in self._instance.stages:
+                self._build(self._wiring.stages[stage], spawn.group)
+            built = time.monotonic()
+            if spawn.plan.platform == "cuda":
+                for stage in self._instance.stages:  # not before all are built: an engine counts what is held by then
+                    self._runners[stage].rehearse()
+            rehearsed = time.monotonic() - built
+        except Exception as error:  # noqa: BLE001 - reported to the supervisor
+            if isinstance(error, PeerLost):
+                await asyncio.sleep(PEER_SECONDS)  # the rank that failed first is to be reported first
+            on_purpose = isinstance(error, OmniError)
+            message, trace = (str(error), "") if on_purpose else (repr(error), traceback.format_exc())
+            self._control.send(StartFailed(self._instance.name, stage, message, trace))
+            self._control.flush()
+            return 1
         # What was built stays: without it, a full collection stops an engine's thread for 100 ms and more.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*usual)
         listener = self._listen() if self._instance.rank == 0 else None
-        self._control.send(Ready(self._instance.name, self._facts(time.monotonic() - started)))
+        self._control.send(Ready(self._instance.name, self._facts(time.monotonic() - started, rehearsed)))
         status = await self._stop
         if listener is not None:
             self._loop.remove_reader(listener.fileno())
@@ -191,10 +197,16 @@ class Worker:
         """This instance's GPU as its process numbers it."""
         return self._own_device
 
-    def _facts(self, seconds: float) -> dict[str, Any]:
+    def _facts(self, seconds: float, rehearsed: float) -> dict[str, Any]:
         engines = {n: r.gauges() for n, r in self._runners.items() if isinstance(r, EngineRunner | FollowingRunner)}
         weights = {"role": self._instance.weight_role, "models": self._shared}
-        return {"pid": os.getpid(), "build_seconds": round(seconds, 3), "engines": engines, "weights": weights}
+        return {
+            "pid": os.getpid(),
+            "build_seconds": round(seconds, 3),
+            "rehearsal_seconds": round(rehearsed, 3),
+            "engines": engines,
+            "weights": weights,
+        }
 
     def _listen(self) -> socket.socket:
         path = socket_path(self._run_dir, self._plan.instances.index(self._instance))

@@ -76,9 +76,10 @@ class Recordings:
 
     def codes(self, file: bytes | memoryview) -> Codes:
         """int64 [frames, codebooks]. Raises ``InvalidRequest`` for what is no recording, or too long."""
-        return self._kept.get(file, lambda: self._encoded(file))
+        return self._kept.get(file, lambda: self.encoded(file))
 
-    def _encoded(self, file: bytes | memoryview) -> Codes:
+    def encoded(self, file: bytes | memoryview) -> Codes:
+        """The same, without remembering it."""
         return self._encode(
             decode_audio(file, self._sample_rate, param="references", max_seconds=MAX_REFERENCE_SECONDS)
         )

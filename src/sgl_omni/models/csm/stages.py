@@ -23,6 +23,7 @@ def create_preprocessing(model_path: str, gpu_id: int | None = None, device: str
     from sgl_omni.models.csm.codec import CodecEncoder
     from sgl_omni.models.csm.preprocess import Recordings, SpeechPreprocessor
     from sgl_omni.models.csm.prompt import PromptSpec, PromptWriter
+    from sgl_omni.models.rehearsal import hearing
     from sgl_omni.text.tokenizer import TextTokenizer
 
     folder = find_folder(model_path)
@@ -31,7 +32,8 @@ def create_preprocessing(model_path: str, gpu_id: int | None = None, device: str
     recordings = Recordings(lambda samples: codec.encode(torch.from_numpy(samples)).numpy(), codec.sample_rate)
     own = folder / "generation_config.json"
     generation = read_json(folder, own.name) if own.is_file() else {}
-    return FunctionStage(SpeechPreprocessor(writer, recordings, generation), concurrency=4)
+    preprocess = SpeechPreprocessor(writer, recordings, generation)
+    return FunctionStage(preprocess, concurrency=4, rehearsal=hearing(recordings.encoded))
 
 
 def create_engine(
@@ -73,4 +75,4 @@ def create_vocoder(
     most = most_streams(max_batch, device)
     codec = CodecDecoder.load(find_folder(model_path), device)
     vocoder = CsmVocoder(codec, HandOver(FIRST_FRAMES, THEN_FRAMES), num_threads, most)
-    return rehearsed(vocoder, device, codec.num_codebooks)
+    return rehearsed(vocoder, codec.num_codebooks)

@@ -43,12 +43,15 @@ def create_audio_encoder(
     """Recordings of voices to rows of codes, and the whole prompt."""
     from sgl_omni.models.higgs_audio_v2.codec_encoder import CodecEncoder
     from sgl_omni.models.higgs_tts import references
+    from sgl_omni.models.rehearsal import hearing
 
     checkpoint = HiggsCheckpoint.load(model_path)
     encoder = CodecEncoder.load(
         checkpoint.codec_folder, checkpoint.codec, prefix=checkpoint.codec_prefix, device=device
     )
-    voices = references.EncodedVoices(references.encoding(encoder, num_threads))
+    encode = references.encoding(encoder, num_threads)
+    rehearsal = hearing(lambda file: encode(file, "references"))
+    voices = references.EncodedVoices(encode)
     begin, end = checkpoint.codebook_size - 2, checkpoint.codebook_size - 1
     if checkpoint.is_v2:
         config = checkpoint.config
@@ -60,11 +63,13 @@ def create_audio_encoder(
         def rows_of(codes: references.Codes) -> references.Codes:
             return references.delayed(references.framed(codes, begin, end), begin, end)
 
-        return FunctionStage(references.PromptBuilder(voices, rows_of, places), concurrency=4)
+        builder = references.PromptBuilder(voices, rows_of, places)
+        return FunctionStage(builder, concurrency=4, rehearsal=rehearsal)
     from sgl_omni.models.higgs_tts.model import AUDIO
 
     delay = partial(references.delayed, begin=begin, end=end)
-    return FunctionStage(references.PromptBuilder(voices, delay, references.uniform_places(AUDIO)), concurrency=4)
+    builder = references.PromptBuilder(voices, delay, references.uniform_places(AUDIO))
+    return FunctionStage(builder, concurrency=4, rehearsal=rehearsal)
 
 
 def create_engine(
@@ -130,4 +135,4 @@ def create_vocoder(
     if device != "cpu" and budget_bytes is not None:
         streams = decoder.windows_within(budget_bytes, frames, streams)
     decoder.capture(streams, frames)
-    return rehearsed(HiggsVocoder(decoder, num_threads, streams), device, decoder.spec.num_codebooks)
+    return rehearsed(HiggsVocoder(decoder, num_threads, streams), decoder.spec.num_codebooks)

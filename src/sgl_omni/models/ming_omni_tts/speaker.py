@@ -92,9 +92,10 @@ class SpeakerEncoder:
     def vector(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
         """float32 [samples] at 16 kHz -> [192]. Raises ``InvalidRequest`` for a recording too short to tell a voice by,
         and ``NotFinite`` where a longer one makes no numbers."""
-        return self._kept.get(samples, lambda: self._encode(samples))
+        return self._kept.get(samples, lambda: self.encoded(samples))
 
-    def _encode(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    def encoded(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The same, without keeping it."""
         found = self._run(self._features(torch.as_tensor(samples))) if len(samples) >= _FRAME else None
         if found is not None and np.isfinite(found).all():
             return found

@@ -11,6 +11,9 @@ from sgl_omni.models.ming_omni_tts.files import EXPERTS, SPEAKER_MODEL, why_no_s
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, Payload, Request
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from sgl_omni.engine.weights import WeightStore
 
 
@@ -45,7 +48,9 @@ def create_reference_encoder(
     import torch
 
     from sgl_omni.models.ming_omni_tts.speaker import SpeakerEncoder
+    from sgl_omni.models.ming_omni_tts.spec import SPEAKER_RATE
     from sgl_omni.models.ming_omni_tts.vae import VaeEncoder
+    from sgl_omni.models.rehearsal import SECONDS, noise
 
     folder = find_folder(model_path)
     lacking = why_no_speakers(folder)
@@ -54,18 +59,27 @@ def create_reference_encoder(
     speakers = SpeakerEncoder.load(folder / SPEAKER_MODEL, torch.get_num_threads()) if lacking is None else None
     encoder = VaeEncoder.load(folder, device, dtype_of(dtype, device))
 
+    def latents(samples: NDArray[np.float32], seed: int) -> NDArray[np.float32]:
+        shape = (encoder.latents_of(len(samples)), encoder.spec.latent_size)
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed & 0x7FFFFFFFFFFFFFFF))
+        made: NDArray[np.float32] = encoder.encode(torch.as_tensor(samples).to(device), drawn.to(device)).cpu().numpy()
+        return made
+
     def encode(payload: Payload, request: Request) -> Payload:
         samples, voice = payload.pop("samples", None), payload.pop("voice", None)
         if speakers is not None and voice is not None:
             payload = {**payload, "speaker": speakers.vector(voice)}
         if samples is None:
             return payload
-        shape = (encoder.latents_of(len(samples)), encoder.spec.latent_size)
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(payload["seed"] & 0x7FFFFFFFFFFFFFFF))
-        latents = encoder.encode(torch.as_tensor(samples).to(device), noise.to(device))
-        return {**payload, "latents": latents.cpu().numpy()}
+        return {**payload, "latents": latents(samples, payload["seed"])}
 
-    return FunctionStage(encode)
+    def rehearse() -> None:
+        for seconds in SECONDS:
+            latents(noise(seconds, encoder.spec.sample_rate), seed=0)
+            if speakers is not None:
+                speakers.encoded(noise(seconds, SPEAKER_RATE))
+
+    return FunctionStage(encode, rehearsal=rehearse)
 
 
 def create_engine(

@@ -78,9 +78,10 @@ class ReferenceVoices:
 
     def codes(self, file: bytes | memoryview) -> Codes:
         """int64 [frames, codebooks]. Raises ``InvalidRequest`` for what is no recording, or too short or long."""
-        return self._kept.get(file, lambda: self._encoded(file))
+        return self._kept.get(file, lambda: self.encoded(file))
 
-    def _encoded(self, file: bytes | memoryview) -> Codes:
+    def encoded(self, file: bytes | memoryview) -> Codes:
+        """The same, without remembering it."""
         samples = decode_channels(
             file, self._sample_rate, self._channels, param="references", max_seconds=MAX_REFERENCE_SECONDS
         )

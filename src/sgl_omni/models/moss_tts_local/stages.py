@@ -29,6 +29,7 @@ def create_preprocessing(
     from sgl_omni.models.moss_tts_local.codec import CodecEncoder
     from sgl_omni.models.moss_tts_local.preprocess import ReferenceVoices, SpeechPreprocessor
     from sgl_omni.models.moss_tts_local.prompt import PromptSpec, PromptWriter
+    from sgl_omni.models.rehearsal import hearing
     from sgl_omni.text.tokenizer import TextTokenizer
 
     folder = find_folder(model_path)
@@ -38,7 +39,7 @@ def create_preprocessing(
     voices = ReferenceVoices(
         lambda samples: codec.encode(torch.from_numpy(samples)).numpy(), codec.spec.sample_rate, codec.spec.channels
     )
-    return FunctionStage(SpeechPreprocessor(writer, voices), concurrency=4)
+    return FunctionStage(SpeechPreprocessor(writer, voices), concurrency=4, rehearsal=hearing(voices.encoded))
 
 
 def create_engine(
@@ -82,4 +83,4 @@ def create_vocoder(
     books = read_json(folder)["n_vq"]
     codec = CodecDecoder.load(codec_folder(folder), books, device, dtype_of(dtype, device))
     vocoder = MossVocoder(codec, books, HandOver(FIRST_FRAMES, THEN_FRAMES), most_streams(max_batch, device))
-    return rehearsed(vocoder, device, books)
+    return rehearsed(vocoder, books)

@@ -40,7 +40,7 @@ def create_audio_encoder(
     from sgl_omni.models.qwen3_asr.tower import WindowEncoder
 
     encoder = WindowEncoder.load(AsrSpec.load(model_path), device, dtype_of(dtype, device), max_frames)
-    return BatchStage(encoder, max_size=max_batch)
+    return BatchStage(encoder, max_size=max_batch, rehearsal=encoder.rehearse)
 
 
 def create_engine(

@@ -44,6 +44,9 @@ class WindowEncoder:
         )
         return cls(AudioEncoder(tower, device, dtype, max_frames, whole_chunks=True))
 
+    def rehearse(self) -> None:
+        self._encoder.rehearse()
+
     def __call__(self, payloads: list[Payload]) -> list[Payload]:
         encoded = self._encoder(payloads)
         return [

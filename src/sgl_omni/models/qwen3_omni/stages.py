@@ -49,7 +49,7 @@ def create_image_encoder(
 
     spec = PromptSpec.load(model_path).vision
     encoder = ImageEncoder(find_folder(model_path), spec, device, dtype_of(dtype, device), max_patches)
-    return BatchStage(encoder, max_size=max_batch)
+    return BatchStage(encoder, max_size=max_batch, rehearsal=encoder.rehearse)
 
 
 def create_audio_encoder(
@@ -64,7 +64,7 @@ def create_audio_encoder(
     from sgl_omni.models.qwen3_omni.towers import AudioEncoder
 
     encoder = AudioEncoder.load(find_folder(model_path), device, dtype_of(dtype, device), max_frames)
-    return BatchStage(encoder, max_size=max_batch)
+    return BatchStage(encoder, max_size=max_batch, rehearsal=encoder.rehearse)
 
 
 def create_thinker(
@@ -166,7 +166,7 @@ def create_code2wav(
 
     cuts = Cuts(first=first_frames, most=chunk_frames, context=context_frames)
     vocoder = Vocoder(find_folder(model_path), device, dtype_of(dtype, device))
-    return rehearsed(Code2Wav(vocoder, cuts, max_batch), device, vocoder.codebooks)
+    return rehearsed(Code2Wav(vocoder, cuts, max_batch), vocoder.codebooks)
 
 
 def route_to_encoders(request_id: str, payload: Payload) -> list[str]:

@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 
 from sgl_omni.models.qwen3_omni.loading import load_part, whole_config
+from sgl_omni.models.qwen3_omni.patches import image_patches
 from sgl_omni.models.qwen3_omni.positions import audio_tokens, token_count
 from sgl_omni.models.qwen3_omni.prompt_spec import VisionSpec
+from sgl_omni.models.rehearsal import SECONDS
 from sgl_omni.runtime.stage import Payload
+
+REHEARSED_SIDES = 256, 1024
+"""Pixels of square pictures: libraries choose among kernels by how many patches there are."""
+
+_MEL_RATE = 100
+"""Mel frames a second."""
 
 Item = tuple[int, Any]
 """The request that it belongs to, by its index in the batch, and one picture or recording."""
@@ -32,6 +40,7 @@ class ImageEncoder:
         self._tower = load_part(Qwen3OmniMoeVisionEncoder, config, folder, "thinker.visual.", device, dtype)
         self._device, self._dtype, self._merge, self._max_patches = device, dtype, spec.merge, max_patches
         values = spec.frames * spec.patch * spec.patch  # a patch has all values of a colour side by side
+        self._spec = spec
         self._scale = spec.scale
         self._mean = torch.tensor(spec.mean, device=device).repeat_interleave(values)
         self._std = torch.tensor(spec.std, device=device).repeat_interleave(values)
@@ -56,6 +65,11 @@ class ImageEncoder:
             {"embeddings": torch.cat(rows), "layered": torch.cat(levels, 1)}
             for rows, levels in zip(embeddings, layered, strict=True)
         ]
+
+    def rehearse(self) -> None:
+        for side in REHEARSED_SIDES:
+            patches, grid = image_patches(np.zeros((side, side, 3), np.uint8), self._spec, "rehearsal")
+            self([{"pixels": patches, "grids": np.asarray([grid])}])
 
     @torch.inference_mode()
     def _encode(self, pictures: Sequence[tuple[Any, Sequence[int]]]) -> tuple[Tensor, Tensor]:
@@ -101,6 +115,12 @@ class AudioEncoder:
             for (owner, _), rows in zip(group, self._encode([mel for _, mel in group]), strict=True):
                 embeddings[owner].append(rows)
         return [{"embeddings": torch.cat(rows)} for rows in embeddings]
+
+    def rehearse(self) -> None:
+        bins = self._tower.config.num_mel_bins
+        for seconds in SECONDS:
+            frames = round(seconds * _MEL_RATE)
+            self([{"mels": np.zeros((bins, frames), np.float32), "mel_lengths": [frames]}])
 
     @torch.inference_mode()
     def _encode(self, mels: Sequence[np.ndarray[Any, Any]]) -> list[Tensor]:

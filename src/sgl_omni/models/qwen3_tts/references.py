@@ -143,9 +143,10 @@ class References:
         return cls(SpeakerEncoder.load(folder, device), codec.to(device), device)
 
     def read(self, audio: bytes | memoryview, *, with_codes: bool) -> Voice:
-        return self._kept.get(audio, lambda: self._encode(audio, with_codes), kind=with_codes)
+        return self._kept.get(audio, lambda: self.encoded(audio, with_codes), kind=with_codes)
 
-    def _encode(self, audio: bytes | memoryview, with_codes: bool) -> Voice:
+    def encoded(self, audio: bytes | memoryview, with_codes: bool) -> Voice:
+        """What ``read`` returns, without keeping it."""
         speaker = self._speaker(self._samples(audio, self._speaker.sample_rate)).float().cpu().numpy()
         if not with_codes:
             return Voice(speaker, None)

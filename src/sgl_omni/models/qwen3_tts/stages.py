@@ -27,9 +27,15 @@ def create_preprocessing(model_path: str, gpu_id: int | None = None, device: str
     if facts.kind != BASE:
         return FunctionStage(SpeechPreprocessor(facts, tokenizer, None))
     from sgl_omni.models.qwen3_tts.references import References
+    from sgl_omni.models.rehearsal import hearing
 
+    references = References.load(facts.folder, device)
     # While one request's recording is encoded, others whose voice is known already go past it.
-    return FunctionStage(SpeechPreprocessor(facts, tokenizer, References.load(facts.folder, device)), concurrency=4)
+    return FunctionStage(
+        SpeechPreprocessor(facts, tokenizer, references),
+        concurrency=4,
+        rehearsal=hearing(lambda file: references.encoded(file, with_codes=True)),
+    )
 
 
 def create_engine(
@@ -75,7 +81,7 @@ def create_vocoder(
 
     facts, most = ModelFacts.load(model_path), most_streams(max_batch, device)
     codec = CodecDecoder.load(facts.folder / SPEECH_TOKENIZER, device)
-    return rehearsed(Vocoder(codec, facts.sample_rate, num_threads, most), device, codec.num_codes)
+    return rehearsed(Vocoder(codec, facts.sample_rate, num_threads, most), codec.num_codes)
 
 
 def _dtype(name: str | None, device: str) -> torch.dtype:

@@ -58,6 +58,11 @@ class WhisperEncoder:
         states: Tensor = self._model(mel[None]).last_hidden_state[0]
         return states.cpu()
 
+    def rehearse(self) -> None:
+        """One window, which all are as long as."""
+        config = self._model.config
+        self.encode(np.zeros((config.num_mel_bins, 2 * config.max_source_positions), np.float32))
+
 
 class WindowEncoding:
     """The stage's function: the windows of one request, one after another.

@@ -31,7 +31,7 @@ def create_audio_encoder(
     from sgl_omni.models.whisper.encoder import WhisperEncoder, WindowEncoding
 
     encoder = WhisperEncoder.load(resolve_folder(model_path), device, dtype_of(dtype, device))
-    return FunctionStage(WindowEncoding(encoder), concurrency=_ENCODED_AT_ONCE)
+    return FunctionStage(WindowEncoding(encoder), concurrency=_ENCODED_AT_ONCE, rehearsal=encoder.rehearse)
 
 
 def create_engine(
