@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.defaults import CONTEXT_BYTES
 from sgl_omni.models.moss_tts_local.codec import CodecDecoder, CodecEncoder, CodecStream, Quantizer
 from sgl_omni.models.moss_tts_local.codec_spec import CodecSpec, TransformerSpec
-from sgl_omni.models.moss_tts_local.codec_stack import CodecStack
+from sgl_omni.models.moss_tts_local.codec_stack import CodecStack, Pieces, _Transformer
 from sgl_omni.models.moss_tts_local.gathering import GatheringDecoder
 from sgl_omni.models.moss_tts_local.preprocess import ReferenceVoices, level
 from sgl_omni.models.moss_tts_local.stream_memory import NOBODY, StreamMemory
@@ -111,6 +113,78 @@ def test_streams_that_are_decoded_together_are_those_alone(
         assert (audio - expected).abs().max() < 2e-5 * expected.abs().max()
     assert ours._memory.free_slots == slots
     assert not captured or RunAgain.replays - before >= sum(map(len, recordings)) // (12 * together)
+
+
+GPU_PATH = """
+import sys
+from pathlib import Path
+import torch
+sys.path[:0] = [{tests!r}, {unit!r}]
+import sgl_omni.engine.platform as platform
+import sgl_omni.engine.decoder_graphs as graphs
+import sgl_omni.engine.kernels.rings as rings
+import sgl_omni.models.moss_tts_local.codec as codec
+from engine_fixtures import RunAgain
+from test_moss_codec import CODES, spoken_in_turns
+from tiny_moss import BOOKS
+
+folder = Path({folder!r})
+generator = torch.Generator().manual_seed(5)
+recordings = [torch.randint(0, CODES, (frames, BOOKS), generator=generator) for frames in (3, 17, 16)]
+plain = codec.CodecDecoder.load(folder, BOOKS)
+whole = [torch.from_numpy(plain.decode([each.numpy()], [plain.open()])[0]) for each in recordings]
+calls, kernel = [], rings.rotate_and_keep
+rings.rotate_and_keep = lambda *args: calls.append(kernel(*args))
+platform.everywhere = True
+graphs.StepGraphs, codec.can_capture = RunAgain, lambda device: True
+ours = codec.CodecDecoder.load(folder, BOOKS)
+ours.make_room(2)
+ours.capture(2, [3, 12])
+for found, expected in zip(spoken_in_turns(ours, recordings, 2), whole, strict=True):
+    off = float((found - expected).abs().max() / expected.abs().max())
+    assert off < 2e-5, off
+assert RunAgain.replays >= 4 and len(calls) == 3 * (RunAgain.replays + 2), (RunAgain.replays, len(calls))
+print("all checked")
+"""
+
+
+def test_a_gpus_kernel_keeps_what_plain_torch_does(codec: tuple[Path, PlainCodec]) -> None:
+    """In a process of its own, because Triton decides at import whether it interprets."""
+    pytest.importorskip("triton")
+    here = Path(__file__).parent
+    program = GPU_PATH.format(tests=str(here.parent), unit=str(here), folder=str(codec[0]))
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.stdout.endswith("all checked\n"), done.stderr
+
+
+def test_a_piece_longer_than_what_is_kept_writes_each_place_once(codec: tuple[Path, PlainCodec]) -> None:
+    """On a GPU any of two writes to a place may be the last."""
+    spec = CodecDecoder.load(codec[0], BOOKS).spec.decoder[0]
+    assert isinstance(spec, TransformerSpec)
+    pieces = Pieces(*torch.tensor([[1, 2], [7, 0], [9, 3]]))
+    found = _Transformer(spec)._window(torch.zeros(2, 10, 1), pieces, stride=100).writes.view(2, 10)
+    assert found[0].tolist() == [*(place % 4 for place in range(7, 12)), 100, 101, 102, 103, 0]
+    assert found[1].tolist() == [200, 201, 202, *(place % 4 for place in range(3, 10))]
+
+
+def test_a_row_to_spare_is_nobodys(
+    codec: tuple[Path, PlainCodec], codes: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph of four rows, for three of the streams that it was for before."""
+    folder, plain = codec
+    monkeypatch.setattr("sgl_omni.models.moss_tts_local.codec.can_capture", lambda device: True)
+    monkeypatch.setattr("sgl_omni.engine.decoder_graphs.StepGraphs", RunAgain)
+    ours = CodecDecoder.load(folder, BOOKS)
+    ours.make_room(4)
+    ours.capture(4, {12})
+    streams, recordings = [ours.open() for _ in range(4)], [codes.roll(shift, 0) for shift in range(4)]
+    parts = [decoded(ours, [each[:12] for each in recordings], streams)[1:]]
+    for start in (12, 24, 36):
+        parts.append(decoded(ours, [each[start : start + 12] for each in recordings[1:]], streams[1:]))
+    for audio, spoken in zip(zip(*parts, strict=True), recordings[1:], strict=True):
+        expected = plain.decode(spoken[:48])
+        assert (torch.cat(audio, 1) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 def test_pieces_that_no_graph_is_long_enough_for(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sgl_omni.engine.checkpoint import Slot
 from sgl_omni.engine.layers import parameter
 from sgl_omni.engine.pairs import rotate_pairs_in_place, rotation_of
+from sgl_omni.engine.platform import for_kernels
 from sgl_omni.models.moss_tts_local.codec_spec import BlockSpec, TransformerSpec
 from sgl_omni.models.moss_tts_local.stream_memory import StreamMemory, ring
 
@@ -50,6 +51,20 @@ def _added(x: Tensor, y: Tensor, scale: Tensor | None) -> Tensor:
     return x + y if scale is None else torch.addcmul(x, y, scale)
 
 
+def _rotate_and_keep(merged: Tensor, rotation: Tensor, writes: Tensor, known: Tensor, kept: Tensor) -> None:
+    """Rotates q, and puts the rotated k and v at the ends of ``known`` and to their places; shapes as the kernel's."""
+    if for_kernels(merged):
+        from sgl_omni.engine.kernels.rings import rotate_and_keep
+
+        return rotate_and_keep(merged, rotation, writes, known, kept)
+    heads, places = known.shape[2] // 2, merged.shape[1]
+    rotate_pairs_in_place(merged[:, :, : 2 * heads], rotation)
+    new = merged[:, :, heads:]
+    known[:, -places:] = new
+    kept.index_copy_(0, writes, new.view(len(writes), kept.shape[1]))
+    return None
+
+
 class _Layer(nn.Module):
     def __init__(self, spec: TransformerSpec) -> None:
         super().__init__()
@@ -71,13 +86,10 @@ class _Layer(nn.Module):
         return _added(x, F.linear(inner, self.down), self.scale2)
 
     def _attention(self, x: Tensor, kept: Tensor, window: _Window) -> Tensor:
-        heads, size, (batch, places, width) = self._spec.num_heads, self._spec.head_dim, x.shape
+        heads, size, (batch, places, _) = self._spec.num_heads, self._spec.head_dim, x.shape
         merged = F.linear(x, self.qkv).view(batch, places, 3 * heads, size)
-        rotate_pairs_in_place(merged[:, :, : 2 * heads], window.rotation)
-        new = merged[:, :, heads:]
         known = kept.index_select(0, window.reads).view(batch, -1, 2 * heads, size)
-        known[:, -places:] = new
-        kept.index_copy_(0, window.writes, new.view(batch * places, 2 * width))
+        _rotate_and_keep(merged, window.rotation, window.writes, known, kept)
         q, k, v = (part.transpose(1, 2) for part in (merged[:, :, :heads], known[:, :, :heads], known[:, :, heads:]))
         mixed = F.scaled_dot_product_attention(q, k, v, window.mask)
         return F.linear(mixed.transpose(1, 2).flatten(2), self.out)
