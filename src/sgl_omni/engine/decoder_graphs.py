@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,18 +13,20 @@ from torch import Tensor
 
 from sgl_omni.engine.graphs import StepGraphs
 
+log = logging.getLogger("sgl_omni.engine")
+
 Decode = Callable[[Tensor, Tensor], Tensor]
 
 
 class DecoderGraphs:
-    """One graph for each of 1, 2, 4, ... windows. Shorter windows are filled up, and there are rows to spare."""
+    """One graph for each bucket of windows. Shorter windows are filled up, and there are rows to spare."""
 
     @torch.inference_mode()
     def __init__(
         self,
         decode: Decode,
         *,
-        windows: int,
+        buckets: Sequence[int],
         frames: int,
         codebooks: int,
         device: torch.device,
@@ -34,13 +37,20 @@ class DecoderGraphs:
         [batch, ..., samples]. The first of the numbers is the length of each window, the others are what else there
         is to know of it; all are 0 in rows to spare. ``beside``: others that share their memory, as `StepGraphs` says.
         """
-        self.windows, self.frames = windows, frames
+        self.windows = windows = max(buckets)
+        self.frames = frames
         self._decode = decode
         self._codes = torch.zeros(windows, frames, codebooks, dtype=torch.int64, device=device)
         self._numbers = torch.zeros(1 + facts, windows, dtype=torch.int32, device=device)
         self._audio: dict[int, Tensor] = {}
-        buckets = [*(1 << i for i in range((windows - 1).bit_length())), windows]
         self._graphs = StepGraphs(self._run, buckets, None if beside is None else beside._graphs)
+        log.info(
+            "decoder: %d CUDA graphs of up to %d frames, captured in %.1f s, %.2f GiB",
+            len(buckets),
+            frames,
+            self._graphs.capture_seconds,
+            self._graphs.bytes / 2**30,
+        )
         pinned = device.type == "cuda"
         self._host = torch.empty(self._audio[windows].shape, pin_memory=pinned)
         self._host_codes = torch.zeros(self._codes.shape, dtype=torch.int64, pin_memory=pinned)

@@ -116,9 +116,12 @@ class CodecDecoder:
     def capture(self, windows: int, frames: int) -> None:
         """On a GPU, takes what ``decode_pieces`` does to up to so many pieces of up to so many frames into graphs."""
         if self._kernels is not None and can_capture(self.device):
-            sizes = {"windows": windows, "frames": frames, "codebooks": self.spec.num_codebooks}
             self._graphs = DecoderGraphs(
-                lambda codes, numbers: self._by_kernels(codes, numbers[0]), device=self.device, **sizes
+                lambda codes, numbers: self._by_kernels(codes, numbers[0]),
+                buckets=[*(1 << i for i in range((windows - 1).bit_length())), windows],
+                frames=frames,
+                codebooks=self.spec.num_codebooks,
+                device=self.device,
             )
 
     def _by_kernels(self, codes: Tensor, lengths: Tensor) -> Tensor:

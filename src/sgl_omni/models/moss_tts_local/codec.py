@@ -18,7 +18,7 @@ from sgl_omni.audio.features import check_features
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.decoder import materialise
 from sgl_omni.engine.decoder_graphs import DecoderGraphs
-from sgl_omni.engine.graphs import can_capture
+from sgl_omni.engine.graphs import can_capture, decode_buckets
 from sgl_omni.engine.layers import parameter
 from sgl_omni.errors import StartupError
 from sgl_omni.models.defaults import CONTEXT_BYTES
@@ -261,7 +261,7 @@ class CodecDecoder(nn.Module):
         for frames in sorted({*lengths}, reverse=True):
             graphs = DecoderGraphs(
                 self._decoded,
-                windows=streams,
+                buckets=decode_buckets(streams),  # rows to spare cost as much as others
                 frames=frames,
                 codebooks=len(self.quantizer.codebooks),
                 device=self.device,
