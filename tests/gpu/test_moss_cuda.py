@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_moss_codec import codec, codes
+from test_moss_codec import codec, codes, decoded, published, spoken_in_turns
 from tiny_moss import BOOKS
 
-from sgl_omni.models.moss_tts_local.codec import CodecDecoder
+from sgl_omni.engine.decoder import materialise
+from sgl_omni.models.moss_tts_local.codec import CodecDecoder, Quantizer
+from sgl_omni.models.moss_tts_local.codec_spec import CodecSpec
+from sgl_omni.models.moss_tts_local.codec_stack import CodecStack
 from test_moss_tts_local import Moss, codes_of, engine_for, moss
 
 __all__ = ["codec", "codes", "moss"]
@@ -31,12 +34,48 @@ def test_greedy_codes_equal_the_plain_model(moss: Moss, churn: Any, pool: int, g
     assert {name: codes_of(seen[name]) for name in moss.cases} == {n: case.codes for n, case in moss.cases.items()}
 
 
-def test_streams_that_are_decoded_together(codec: Any, codes: torch.Tensor) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("slots", "together"), [(4, 4), (4, 3), (3, 3), (2, 1)])
+def test_streams_that_are_decoded_together(
+    codec: Any, codes: torch.Tensor, captured: bool, slots: int, together: int
+) -> None:
+    """Of unequal pieces, with spare rows in the graphs, and with more streams than slots."""
     folder, plain = codec
     ours = CodecDecoder.load(folder, BOOKS, "cuda")
-    streams = [ours.open() for _ in range(3)]
-    recordings = torch.stack([codes.roll(shift, 0) for shift in range(3)])
-    audio = torch.cat([ours.decode(piece, streams) for piece in recordings.split(12, 1)], 2)
-    for found, recording in zip(audio, recordings, strict=True):
+    ours.make_room(slots)
+    if captured:
+        ours.capture(together, {3, 12})
+        assert [graphs.frames for graphs in ours._graphs] == [3, 12]
+    recordings = [codes.roll(shift, 0)[: 20 + 10 * (shift % 5)] for shift in range(7)]
+    for found, recording in zip(spoken_in_turns(ours, recordings, together), recordings, strict=True):
         expected = plain.decode(recording)
         assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_published_sizes_in_bfloat16_through_graphs() -> None:
+    """Random weights: what the graphs of 32 pieces make is what is made kernel by kernel."""
+    spec = CodecSpec.parse(published())
+    with torch.device("meta"):
+        stack = CodecStack(spec.decoder, down=False, frame_places=1)
+        quantizer = Quantizer(spec.quantizer, 12)
+    materialise(stack, "cuda", torch.bfloat16)
+    materialise(quantizer, "cuda", torch.float32)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for part in (*stack.parameters(), *quantizer.parameters()):
+        part.data.normal_(0, 0.02, generator=generator)
+    ours = CodecDecoder(spec, stack, quantizer)
+    ours.make_room(40)
+    recordings = torch.randint(0, 1024, (32, 27, 12), generator=torch.Generator().manual_seed(1))
+
+    def spoken() -> torch.Tensor:
+        streams = [ours.open() for _ in recordings]
+        parts = [torch.stack(decoded(ours, [*piece], streams)) for piece in recordings.split([3, 12, 12], 1)]
+        for stream in streams:
+            ours.close(stream)
+        return torch.cat(parts, 2)
+
+    loose = spoken()
+    ours.capture(32, {3, 12})
+    found = spoken()
+    assert loose.isfinite().all() and loose.abs().max() > 0
+    assert (found - loose).abs().max() < 1e-2 * loose.abs().max()

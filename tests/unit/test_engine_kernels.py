@@ -101,6 +101,27 @@ def test_the_convolution_kernel_compiles_for_a_gpu(columns: int) -> None:
     assert compiled.metadata.shared <= 227 * 1024
 
 
+@pytest.mark.parametrize("width", [768, 1280])
+def test_the_kernel_of_rings_compiles_for_a_gpu(width: int) -> None:
+    """Without room for a register on the stack, and by loads and stores of several numbers."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sgl_omni.engine.kernels import rings
+
+    constants = {"WIDTH": width, "HALF": 32, "BLOCK": triton.next_power_of_2(width // 2)}
+    types = {"rotation": "*fp32", "writes": "*i64", "steps": "i32", "known_steps": "i32"}
+    names = rings._rotate_and_keep.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(rings._rotate_and_keep, signature, places, aligned)
+    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert "local" not in compiled.asm["ptx"]
+    assert "ld.global.v" in compiled.asm["ptx"] and "st.global.v" in compiled.asm["ptx"]
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [1, 24, 64])
 def test_products_of_few_rows_compile_for_a_gpu(rows: int, gated: bool) -> None:

@@ -228,12 +228,12 @@ GPU_PATH = """
 import sys
 from pathlib import Path
 import torch
+import sgl_omni.engine.decoder_graphs as graphs
 import sgl_omni.engine.platform as platform
 sys.path[:0] = [{tests!r}]
 import tiny_higgs as tiny
 from engine_fixtures import RunAgain
 import sgl_omni.models.higgs_audio_v2.codec_decoder as codec_decoder
-import sgl_omni.models.higgs_audio_v2.decoder_graphs as graphs
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
 
 spec, folder = CodecSpec.parse(tiny.CODEC, "tiny"), Path({folder!r})

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,14 +21,17 @@ from sgl_omni.audio.decode import decode_channels
 from sgl_omni.engine.checkpoint import CheckpointError
 from sgl_omni.engine.task import HandOver
 from sgl_omni.errors import InvalidRequest, StartupError
-from sgl_omni.models.moss_tts_local.codec import CodecDecoder, CodecEncoder, Quantizer
+from sgl_omni.models.defaults import CONTEXT_BYTES
+from sgl_omni.models.moss_tts_local.codec import CodecDecoder, CodecEncoder, CodecStream, Quantizer
 from sgl_omni.models.moss_tts_local.codec_spec import CodecSpec, TransformerSpec
-from sgl_omni.models.moss_tts_local.codec_stack import CodecStack
+from sgl_omni.models.moss_tts_local.codec_stack import CodecStack, Pieces, _Transformer
 from sgl_omni.models.moss_tts_local.gathering import GatheringDecoder
 from sgl_omni.models.moss_tts_local.preprocess import ReferenceVoices, level
+from sgl_omni.models.moss_tts_local.stream_memory import NOBODY, StreamMemory
 from sgl_omni.models.moss_tts_local.vocoder import MossVocoder
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from engine_fixtures import RunAgain
 from tiny_moss import BOOKS, CHANNELS, CODEC_BOOKS, CODES, FRAME, RATE, PlainCodec, recording, write_codec
 
 FRAMES = 60
@@ -50,41 +56,208 @@ def test_decoding_in_pieces_gives_the_audio_of_the_whole(
     folder, plain = codec
     ours = CodecDecoder.load(folder, BOOKS)
     stream = ours.open()
-    audio = torch.cat([ours.decode(piece[None], [stream])[0] for piece in codes.split(pieces)], 1)
+    audio = torch.cat([decoded(ours, [piece], [stream])[0] for piece in codes.split(pieces)], 1)
     expected = plain.decode(codes)
     assert audio.shape == (CHANNELS, FRAMES * FRAME)
     assert (audio - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
-def test_streams_that_are_decoded_together_are_those_alone(codec: tuple[Path, PlainCodec], codes: torch.Tensor) -> None:
-    """Each begins at a time of its own, and places in the memory are used again."""
+def decoded(ours: CodecDecoder, pieces: Sequence[torch.Tensor], streams: Sequence[CodecStream]) -> list[torch.Tensor]:
+    return [torch.from_numpy(audio) for audio in ours.decode([piece.numpy() for piece in pieces], streams)]
+
+
+def spoken_in_turns(ours: CodecDecoder, recordings: list[torch.Tensor], together: int) -> list[torch.Tensor]:
+    """Up to 4 streams are open, of which ``together`` take turns. Each begins at a time of its own, with 3 frames, and
+    goes on by 12, so that pieces of a batch are of unequal lengths."""
+    waiting, heard = list(range(len(recordings))), [torch.zeros(CHANNELS, 0) for _ in recordings]
+    running: dict[int, CodecStream] = {}
+    while waiting or running:
+        if waiting and len(running) < 4:
+            running[waiting.pop(0)] = ours.open()
+        turn = {i: running.pop(i) for i in list(running)[:together]}
+        pieces = [recordings[i][s.frames :][: 12 if s.frames else 3] for i, s in turn.items()]
+        audio = decoded(ours, pieces, list(turn.values()))
+        for (i, stream), piece, samples in zip(turn.items(), pieces, audio, strict=True):
+            assert samples.shape == (CHANNELS, len(piece) * FRAME)
+            heard[i] = torch.cat([heard[i], samples], 1)
+            if stream.frames == len(recordings[i]):
+                ours.close(stream)
+            else:
+                running[i] = stream
+    return heard
+
+
+@pytest.mark.parametrize(("slots", "together"), [(4, 4), (4, 3), (3, 3), (2, 1), (1, 1)])
+@pytest.mark.parametrize("captured", [False, True])
+def test_streams_that_are_decoded_together_are_those_alone(
+    codec: tuple[Path, PlainCodec],
+    codes: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    captured: bool,
+    slots: int,
+    together: int,
+) -> None:
+    """Whether each has a slot or there are fewer of these; and as on a GPU, but that graphs are called in place."""
     folder, plain = codec
     ours = CodecDecoder.load(folder, BOOKS)
-    recordings = [codes.roll(shift, 0)[: 20 + 10 * shift] for shift in range(4)]
-    waiting, running, heard = list(range(4)), {}, {i: [] for i in range(4)}
-    while waiting or running:
-        if waiting and len(running) < 3:
-            running[waiting.pop(0)] = ours.open()
-        pieces = [recordings[i][s.frames : s.frames + 5] for i, s in running.items()]
-        audio = ours.decode(torch.stack(pieces), list(running.values()))
-        for i, samples in zip(list(running), audio, strict=True):
-            heard[i].append(samples)
-            if running[i].frames == len(recordings[i]):
-                ours.close(running.pop(i))
-    assert ours._memory.rows == 4
-    for i, spoken in enumerate(recordings):
+    ours.make_room(slots)
+    if captured:
+        monkeypatch.setattr("sgl_omni.models.moss_tts_local.codec.can_capture", lambda device: True)
+        monkeypatch.setattr("sgl_omni.engine.decoder_graphs.StepGraphs", RunAgain)
+        ours.capture(together, {3, 12})
+        before = RunAgain.replays
+    recordings = [codes.roll(shift, 0)[: 20 + 10 * (shift % 5)] for shift in range(7)]
+    heard = spoken_in_turns(ours, recordings, together)
+    for audio, spoken in zip(heard, recordings, strict=True):
         expected = plain.decode(spoken)
-        assert (torch.cat(heard[i], 1) - expected).abs().max() < 2e-5 * expected.abs().max()
+        assert (audio - expected).abs().max() < 2e-5 * expected.abs().max()
+    assert ours._memory.free_slots == slots
+    assert not captured or RunAgain.replays - before >= sum(map(len, recordings)) // (12 * together)
 
 
-def test_no_more_is_kept_than_the_context(codec: tuple[Path, PlainCodec], codes: torch.Tensor) -> None:
+GPU_PATH = """
+import sys
+from pathlib import Path
+import torch
+sys.path[:0] = [{tests!r}, {unit!r}]
+import sgl_omni.engine.platform as platform
+import sgl_omni.engine.decoder_graphs as graphs
+import sgl_omni.engine.kernels.rings as rings
+import sgl_omni.models.moss_tts_local.codec as codec
+from engine_fixtures import RunAgain
+from test_moss_codec import CODES, spoken_in_turns
+from tiny_moss import BOOKS
+
+folder = Path({folder!r})
+generator = torch.Generator().manual_seed(5)
+recordings = [torch.randint(0, CODES, (frames, BOOKS), generator=generator) for frames in (3, 17, 16)]
+plain = codec.CodecDecoder.load(folder, BOOKS)
+whole = [torch.from_numpy(plain.decode([each.numpy()], [plain.open()])[0]) for each in recordings]
+calls, kernel = [], rings.rotate_and_keep
+rings.rotate_and_keep = lambda *args: calls.append(kernel(*args))
+platform.everywhere = True
+graphs.StepGraphs, codec.can_capture = RunAgain, lambda device: True
+ours = codec.CodecDecoder.load(folder, BOOKS)
+ours.make_room(2)
+ours.capture(2, [3, 12])
+for found, expected in zip(spoken_in_turns(ours, recordings, 2), whole, strict=True):
+    off = float((found - expected).abs().max() / expected.abs().max())
+    assert off < 2e-5, off
+assert RunAgain.replays >= 4 and len(calls) == 3 * (RunAgain.replays + 2), (RunAgain.replays, len(calls))
+print("all checked")
+"""
+
+
+def test_a_gpus_kernel_keeps_what_plain_torch_does(codec: tuple[Path, PlainCodec]) -> None:
+    """In a process of its own, because Triton decides at import whether it interprets."""
+    pytest.importorskip("triton")
+    here = Path(__file__).parent
+    program = GPU_PATH.format(tests=str(here.parent), unit=str(here), folder=str(codec[0]))
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.stdout.endswith("all checked\n"), done.stderr
+
+
+def test_a_piece_longer_than_what_is_kept_writes_each_place_once(codec: tuple[Path, PlainCodec]) -> None:
+    """On a GPU any of two writes to a place may be the last."""
+    spec = CodecDecoder.load(codec[0], BOOKS).spec.decoder[0]
+    assert isinstance(spec, TransformerSpec)
+    pieces = Pieces(*torch.tensor([[1, 2], [7, 0], [9, 3]]))
+    found = _Transformer(spec)._window(torch.zeros(2, 10, 1), pieces, stride=100).writes.view(2, 10)
+    assert found[0].tolist() == [*(place % 4 for place in range(7, 12)), 100, 101, 102, 103, 0]
+    assert found[1].tolist() == [200, 201, 202, *(place % 4 for place in range(3, 10))]
+
+
+def test_a_row_to_spare_is_nobodys(
+    codec: tuple[Path, PlainCodec], codes: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph of four rows, for three of the streams that it was for before."""
+    folder, plain = codec
+    monkeypatch.setattr("sgl_omni.models.moss_tts_local.codec.can_capture", lambda device: True)
+    monkeypatch.setattr("sgl_omni.engine.decoder_graphs.StepGraphs", RunAgain)
+    ours = CodecDecoder.load(folder, BOOKS)
+    ours.make_room(4)
+    ours.capture(4, {12})
+    streams, recordings = [ours.open() for _ in range(4)], [codes.roll(shift, 0) for shift in range(4)]
+    parts = [decoded(ours, [each[:12] for each in recordings], streams)[1:]]
+    for start in (12, 24, 36):
+        parts.append(decoded(ours, [each[start : start + 12] for each in recordings[1:]], streams[1:]))
+    for audio, spoken in zip(zip(*parts, strict=True), recordings[1:], strict=True):
+        expected = plain.decode(spoken[:48])
+        assert (torch.cat(audio, 1) - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def test_pieces_that_no_graph_is_long_enough_for(
+    codec: tuple[Path, PlainCodec], codes: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, plain = codec
+    monkeypatch.setattr("sgl_omni.models.moss_tts_local.codec.can_capture", lambda device: True)
+    monkeypatch.setattr("sgl_omni.engine.decoder_graphs.StepGraphs", RunAgain)
+    ours = CodecDecoder.load(folder, BOOKS)
+    ours.capture(1, {3, 12})
+    assert [graphs.frames for graphs in ours._graphs] == [3, 12]
+    stream, before = ours.open(), RunAgain.replays
+    audio = torch.cat([decoded(ours, [piece], [stream])[0] for piece in codes.split([2, 13, 12, 33])], 1)
+    assert RunAgain.replays - before == 2
+    expected = plain.decode(codes)
+    assert (audio - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def test_more_streams_together_than_there_are_slots_are_refused(
+    codec: tuple[Path, PlainCodec], codes: torch.Tensor
+) -> None:
     ours = CodecDecoder.load(codec[0], BOOKS)
-    stream = ours.open()
-    for piece in codes.split(7):
-        ours.decode(piece[None], [stream])
+    streams = [ours.open() for _ in range(2)]
+    with pytest.raises(ValueError, match="2 streams cannot run together in 1 slots"):
+        ours.decode([codes[:3].numpy()] * 2, streams)
+    assert [stream.frames for stream in streams] == [0, 0]
+
+
+def test_a_slot_is_taken_from_the_stream_whose_turn_was_last(codec: tuple[Path, PlainCodec]) -> None:
+    spec = CodecDecoder.load(codec[0], BOOKS).spec
+    memory = StreamMemory(spec.decoder, 2, torch.zeros(1))
+    a, b, c = (memory.open() for _ in range(3))
+    assert (a.slot, b.slot, c.slot) == (1, 2, NOBODY)
+    assert memory.slots_of([b]) == [2] and memory.slots_of([a]) == [1]
+    assert memory.slots_of([c]) == [1] and a.slot == NOBODY, "a ran last"
+    assert memory.slots_of([a, c]) == [2, 1] and b.slot == NOBODY
+    memory.close(b)
+    memory.close(c)
+    d = memory.open()
+    assert (d.slot, memory.free_slots) == (1, 0)
+    memory.close(a)
+    memory.close(d)
+    assert memory.free_slots == 2
+
+
+def test_no_more_is_kept_than_the_context(codec: tuple[Path, PlainCodec]) -> None:
+    """Two layers that look back 4 places and one that looks back 11, of 2 * 16 numbers each."""
+    ours = CodecDecoder.load(codec[0], BOOKS)
     contexts = [block.context for block in ours.spec.decoder if isinstance(block, TransformerSpec)]
     assert contexts == [5, 12]
-    assert {kept.shape[3] for kept in ours._memory.layers.values()} == {context - 1 for context in contexts}
+    assert ours._memory.stream_bytes == (2 * 4 + 11) * 2 * 16 * 4
+
+
+def test_a_budget_bounds_what_is_decoded_together(codec: tuple[Path, PlainCodec]) -> None:
+    ours = CodecDecoder.load(codec[0], BOOKS)
+    kept, piece = ours._memory.stream_bytes, 2 * ours.stack.piece_bytes(12)
+    weights = sum(p.nbytes for p in ours.parameters()) + ours._tables.nbytes
+    least = CONTEXT_BYTES + weights + kept
+    assert ours.streams_within(10**6, 12, 32) == (1, 1)
+    assert ours.streams_within(10**12, 12, 32) == (32, 64)
+    assert ours.streams_within(least + 5 * (piece + kept), 12, 32) == (5, 5)
+    assert ours.streams_within(least + 32 * (piece + kept) + 9 * kept, 12, 32) == (32, 41)
+
+
+def test_the_published_codec_fits_the_vocoders_share_of_a_card() -> None:
+    """0.05 of 139.8 GiB, in bfloat16, holds 32 pieces of 12 frames at once, and the memory of some more streams."""
+    spec = CodecSpec.parse(published())
+    with torch.device("meta"):
+        decoder = CodecStack(spec.decoder, down=False, frame_places=1).to(torch.bfloat16)
+        ours = CodecDecoder(spec, decoder, Quantizer(spec.quantizer, 12))
+    assert ours._memory.stream_bytes == 88_335_360
+    streams, slots = ours.streams_within(round(0.05 * 139.8 * 2**30), 12, 32)
+    assert streams == 32 <= slots <= 64
 
 
 def test_what_comes_while_the_codec_is_busy_is_decoded_together(
@@ -94,19 +267,21 @@ def test_what_comes_while_the_codec_is_busy_is_decoded_together(
     batches: list[int] = []
 
     class Watched(CodecDecoder):
-        def decode(self, codes: torch.Tensor, streams: Any) -> torch.Tensor:
+        def decode(self, codes: Any, streams: Any) -> list[np.ndarray]:
             batches.append(len(streams))
             time.sleep(0.01)
             return super().decode(codes, streams)
 
-    gathering = GatheringDecoder(Watched.load(folder, BOOKS), 4)
+    ours = Watched.load(folder, BOOKS)
+    ours.make_room(4)
+    gathering = GatheringDecoder(ours, 4)
 
     def spoken(shift: int) -> torch.Tensor:
         stream = gathering.open()
         pieces = codes.roll(shift, 0).split(4 if shift % 2 else 6)
-        audio = torch.cat([gathering.decode(piece, stream) for piece in pieces], 1)
+        audio = np.concatenate([gathering.decode(piece.numpy(), stream) for piece in pieces], 1)
         gathering.close(stream)
-        return audio
+        return torch.from_numpy(audio)
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(spoken, range(8)))
@@ -117,12 +292,14 @@ def test_what_comes_while_the_codec_is_busy_is_decoded_together(
 
 
 def test_an_error_reaches_every_thread_that_waits(codec: tuple[Path, PlainCodec], codes: torch.Tensor) -> None:
-    gathering = GatheringDecoder(CodecDecoder.load(codec[0], BOOKS), 4)
+    ours = CodecDecoder.load(codec[0], BOOKS)
+    ours.make_room(4)
+    gathering = GatheringDecoder(ours, 4)
 
     def wrong() -> str:
         stream = gathering.open()
         try:
-            gathering.decode(codes[:3, :2], stream)
+            gathering.decode(codes[:3, :2].numpy(), stream)
         except IndexError as error:
             return type(error).__name__
         finally:
@@ -132,7 +309,7 @@ def test_an_error_reaches_every_thread_that_waits(codec: tuple[Path, PlainCodec]
     with ThreadPoolExecutor(3) as pool:
         assert [pool.submit(wrong).result() for _ in range(3)] == ["IndexError"] * 3
     stream = gathering.open()
-    assert gathering.decode(codes[:3], stream).shape == (CHANNELS, 3 * FRAME)
+    assert gathering.decode(codes[:3].numpy(), stream).shape == (CHANNELS, 3 * FRAME)
 
 
 @pytest.mark.parametrize("samples", [FRAME, 7 * FRAME + 5, FRAMES * FRAME])

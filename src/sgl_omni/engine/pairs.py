@@ -14,9 +14,16 @@ def rotation_of(positions: Tensor, head_dim: int, theta: float) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, rotation: Tensor) -> Tensor:
-    """x [..., n, heads, head_dim], turned by the rotation of each of the n positions, in float32.
+    """x [..., n, heads, head_dim], turned by the rotation of each of the n positions, in float32."""
+    return _turned(x, rotation).to(x.dtype)
 
-    One product of complex numbers: on a GPU each operation is a launch.
-    """
+
+def rotate_pairs_in_place(x: Tensor, rotation: Tensor) -> None:
+    """The same where x lies, which may be between others."""
+    x.copy_(_turned(x, rotation))
+
+
+def _turned(x: Tensor, rotation: Tensor) -> Tensor:
+    """One product of complex numbers: on a GPU each operation is a launch."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation.unsqueeze(-2)).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * rotation.unsqueeze(-2)).flatten(-2)

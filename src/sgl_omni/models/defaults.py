@@ -14,6 +14,8 @@ CPU_TOKENS = 4096
 """The KV pool on a CPU."""
 GPU_STREAMS = 32
 """Streams that a vocoder on a GPU decodes together."""
+CONTEXT_BYTES = 600 * 10**6
+"""Of a process that has made a CUDA context and loaded its kernels."""
 _POOL_SIZES = ("max_total_tokens", "kv_cache_bytes", "mem_fraction_static", "budget_bytes")
 
 

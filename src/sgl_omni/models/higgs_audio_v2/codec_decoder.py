@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,18 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sgl_omni.engine.checkpoint import Checkpoint
+from sgl_omni.engine.decoder_graphs import DecoderGraphs
 from sgl_omni.engine.graphs import can_capture
 from sgl_omni.engine.platform import for_kernels
+from sgl_omni.models.defaults import CONTEXT_BYTES
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
 from sgl_omni.models.higgs_audio_v2.codec_weights import CodecWeights
 
-if TYPE_CHECKING:
-    from sgl_omni.models.higgs_audio_v2.decoder_graphs import DecoderGraphs
-
 log = logging.getLogger("sgl_omni.models")
-
-CONTEXT_BYTES = 600 * 10**6
-"""Of a process that has made a CUDA context and loaded its kernels."""
 
 _OTHERS = ("acoustic_encoder.*", "encoder_semantic.*", "semantic_model.*", "fc.*", "quantizer.*.project_in.*")
 
@@ -86,7 +81,7 @@ class CodecDecoder:
         """
         frames = [len(piece) for piece in pieces]
         graphs = self._graphs
-        if graphs is not None and len(pieces) <= graphs.windows and max(frames) <= graphs.frames:
+        if graphs is not None and graphs.hold(pieces):
             return graphs(pieces)
         codes = np.zeros((len(pieces), max(frames), self.spec.num_codebooks), np.int64)
         for row, piece in zip(codes, pieces, strict=True):
@@ -121,10 +116,13 @@ class CodecDecoder:
     def capture(self, windows: int, frames: int) -> None:
         """On a GPU, takes what ``decode_pieces`` does to up to so many pieces of up to so many frames into graphs."""
         if self._kernels is not None and can_capture(self.device):
-            from sgl_omni.models.higgs_audio_v2.decoder_graphs import DecoderGraphs
-
-            sizes = {"windows": windows, "frames": frames, "codebooks": self.spec.num_codebooks}
-            self._graphs = DecoderGraphs(self._by_kernels, device=self.device, **sizes)
+            self._graphs = DecoderGraphs(
+                lambda codes, numbers: self._by_kernels(codes, numbers[0]),
+                buckets=[*(1 << i for i in range((windows - 1).bit_length())), windows],
+                frames=frames,
+                codebooks=self.spec.num_codebooks,
+                device=self.device,
+            )
 
     def _by_kernels(self, codes: Tensor, lengths: Tensor) -> Tensor:
         assert self._kernels is not None

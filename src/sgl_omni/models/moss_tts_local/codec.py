@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from sgl_omni.audio.causal import Codes, filled_up
 from sgl_omni.audio.features import check_features
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.decoder import materialise
+from sgl_omni.engine.decoder_graphs import DecoderGraphs
+from sgl_omni.engine.graphs import can_capture, decode_buckets
 from sgl_omni.engine.layers import parameter
 from sgl_omni.errors import StartupError
+from sgl_omni.models.defaults import CONTEXT_BYTES
 from sgl_omni.models.moss_tts_local.codec_spec import CodecSpec, QuantizerSpec
-from sgl_omni.models.moss_tts_local.codec_stack import CodecStack
+from sgl_omni.models.moss_tts_local.codec_stack import CodecStack, Pieces
+from sgl_omni.models.moss_tts_local.stream_memory import Place
+
+log = logging.getLogger("sgl_omni.models")
+
+Samples = NDArray[np.float32]
 
 _ENCODED_FRAMES = 25
 """Frames that are encoded together, which bounds the memory that attention takes."""
@@ -148,7 +160,6 @@ class CodecEncoder(nn.Module):
         super().__init__()
         self.spec, self.stack, self.quantizer = spec, stack, quantizer
         self._device, self._dtype = next(stack.parameters()).device, next(stack.parameters()).dtype
-        self._memory = stack.memory()
 
     @classmethod
     def load(
@@ -166,32 +177,37 @@ class CodecEncoder(nn.Module):
         spec = self.spec
         frames = samples.shape[1] // spec.frame_samples
         flat = samples[:, : frames * spec.frame_samples].T.reshape(-1, 1).to(self._device, self._dtype)
-        row, codes = torch.tensor([self._memory.take()], device=self._device), []
+        memory, codes = self.stack.memory(1), []
+        slots = memory.slots_of([memory.open()])
         for start in range(0, frames, _ENCODED_FRAMES):
-            places = slice(*(at * spec.frame_samples * spec.channels for at in (start, start + _ENCODED_FRAMES)))
-            seen = torch.tensor([start], device=self._device)
-            x = self.stack(flat[None, places], self._memory, row, seen)
+            count = min(_ENCODED_FRAMES, frames - start)
+            places = slice(*(at * spec.frame_samples * spec.channels for at in (start, start + count)))
+            pieces = Pieces(*torch.tensor([slots, [start], [count]], device=self._device))
+            x = self.stack(flat[None, places], memory, pieces)
             codes.append(self.quantizer.encode(x[0].float()))
-        self._memory.leave(int(row))
         return torch.cat(codes).cpu() if codes else torch.zeros(0, len(self.quantizer.codebooks), dtype=torch.int64)
 
 
 @dataclass(slots=True)
 class CodecStream:
-    """A recording that is being decoded: its row of the memory, and frames so far."""
+    """A recording that is being decoded: where its memory lies, and frames so far."""
 
-    row: int
+    place: Place
     frames: int = 0
 
 
 class CodecDecoder(nn.Module):
+    """Codes to samples, as the next pieces of streams, up to ``slots`` of them at a time; any number may be open."""
+
     def __init__(self, spec: CodecSpec, stack: CodecStack, quantizer: Quantizer) -> None:
         super().__init__()
         self.spec, self.stack, self.quantizer = spec, stack, quantizer
         with torch.inference_mode():
             self._tables = quantizer.tables()
         self._dtype = next(stack.parameters()).dtype
-        self._memory = stack.memory()
+        self._graphs: list[DecoderGraphs] = []
+        """Of pieces of up to so many frames, fewer first."""
+        self.make_room(1)
 
     @classmethod
     def load(
@@ -203,24 +219,73 @@ class CodecDecoder(nn.Module):
     ) -> CodecDecoder:
         return cls(*_read(folder, "decoder", num_codebooks, device, dtype))
 
+    @property
+    def device(self) -> torch.device:
+        return self._tables.device
+
+    @torch.inference_mode()
+    def make_room(self, slots: int) -> None:
+        """For so many streams at a time, before any is open and anything is captured."""
+        self._memory = self.stack.memory(slots)
+
     @torch.inference_mode()
     def open(self) -> CodecStream:
-        return CodecStream(self._memory.take())
+        return CodecStream(self._memory.open())
 
     def close(self, stream: CodecStream) -> None:
-        self._memory.leave(stream.row)
+        self._memory.close(stream.place)
 
     @torch.inference_mode()
-    def decode(self, codes: Tensor, streams: Sequence[CodecStream]) -> Tensor:
-        """The next codes int64 [batch, frames, codebooks] of as many streams.
+    def decode(self, codes: Sequence[Codes], streams: Sequence[CodecStream]) -> list[Samples]:
+        """The next codes [frames, codebooks] of as many streams -> float32 [channels, frames * frame_samples] of each.
 
-        Returns float32 [batch, channels, frames * frame_samples].
+        Raises ``ValueError`` for more streams than slots.
         """
-        device = self._tables.device
-        rows, seen = torch.tensor([[s.row for s in streams], [s.frames for s in streams]], device=device)
-        x = self.quantizer.decode(codes.to(device), self._tables)
-        flat = self.stack(x.to(self._dtype), self._memory, rows, seen)
-        for stream in streams:
-            stream.frames += codes.shape[1]
-        audio: Tensor = flat.float().view(len(streams), -1, self.spec.channels).transpose(1, 2)
-        return audio.cpu()
+        frames, seen = [len(each) for each in codes], [stream.frames for stream in streams]
+        slots = self._memory.slots_of([stream.place for stream in streams])
+        graphs = next((graphs for graphs in self._graphs if graphs.hold(codes)), None)
+        if graphs is None:
+            numbers = torch.tensor([frames, slots, seen], dtype=torch.int32, device=self.device)
+            audio = self._decoded(filled_up(codes).to(self.device), numbers).cpu().numpy()
+            found = [row[:, : count * self.spec.frame_samples] for row, count in zip(audio, frames, strict=True)]
+        else:
+            found = graphs(codes, [slots, seen])
+        for stream, count in zip(streams, frames, strict=True):
+            stream.frames += count
+        return found
+
+    def capture(self, streams: int, lengths: Collection[int]) -> None:
+        """On a GPU, takes what ``decode`` does to up to so many pieces into graphs, of up to each of these lengths."""
+        if not can_capture(self.device):
+            return
+        for frames in sorted({*lengths}, reverse=True):
+            graphs = DecoderGraphs(
+                self._decoded,
+                buckets=decode_buckets(streams),  # rows to spare cost as much as others
+                frames=frames,
+                codebooks=len(self.quantizer.codebooks),
+                device=self.device,
+                facts=2,
+                beside=self._graphs[0] if self._graphs else None,
+            )
+            self._graphs.insert(0, graphs)
+
+    def streams_within(self, budget_bytes: int, frames: int, most: int) -> tuple[int, int]:
+        """How many pieces of so many frames a GPU's process with that budget can decode together, ``most`` at most,
+        and how many streams can then have slots, at most twice as many as ``most``."""
+        kept = self._memory.stream_bytes
+        weights = sum(p.nbytes for p in self.parameters()) + self._tables.nbytes
+        left = budget_bytes - CONTEXT_BYTES - weights - kept  # which is the slot of nobody
+        piece = 2 * self.stack.piece_bytes(frames)  # once in the graphs, and once where these were tried
+        streams = max(1, min(most, left // (piece + kept)))
+        if streams < most:
+            log.info("pieces of %d requests are decoded together; %d would take more than the budget", streams, most)
+        return streams, max(streams, min(2 * most, (left - streams * piece) // kept))
+
+    def _decoded(self, codes: Tensor, numbers: Tensor) -> Tensor:
+        """codes int64 [batch, frames, codebooks] and, int32 [3, batch], frames there are of these, slots, and frames
+        before -> float32 [batch, channels, frames * frame_samples]. This is captured."""
+        lengths, slots, seen = numbers.long()
+        x = self.quantizer.decode(codes, self._tables).to(self._dtype)
+        flat: Tensor = self.stack(x, self._memory, Pieces(slots, seen, lengths))
+        return flat.float().view(len(codes), -1, self.spec.channels).transpose(1, 2).contiguous()

@@ -4,40 +4,40 @@ from __future__ import annotations
 
 from threading import Lock
 
-import torch
-from torch import Tensor
-
+from sgl_omni.audio.causal import Codes
 from sgl_omni.audio.gathering import Gathering
-from sgl_omni.models.moss_tts_local.codec import CodecDecoder, CodecStream
+from sgl_omni.models.moss_tts_local.codec import CodecDecoder, CodecStream, Samples
 
 
 class GatheringDecoder:
-    """A codec for many threads, up to ``max_batch`` pieces at a time; only pieces of one length go together."""
+    """A codec for many threads, up to ``max_batch`` pieces at a time, on a CPU only those of one length: there, what
+    fills the others up costs as much as they do."""
 
     def __init__(self, codec: CodecDecoder, max_batch: int) -> None:
         self._codec = codec
-        self._rows = Lock()
-        """Streams lie in rows of tensors, which grow."""
-        self._decode: Gathering[tuple[Tensor, CodecStream], Tensor] = Gathering(
-            self._decode_all, max_batch, lambda piece: len(piece[0])
+        self._places = Lock()
+        """Which stream has which slot of the codec's memory."""
+        on_cpu = codec.device.type == "cpu"
+        self._decode: Gathering[tuple[Codes, CodecStream], Samples] = Gathering(
+            self._decode_all, max_batch, lambda piece: len(piece[0]) if on_cpu else 0
         )
 
     def open(self) -> CodecStream:
-        with self._rows:
+        with self._places:
             stream = self._codec.open()
         self._decode.join()
         return stream
 
     def close(self, stream: CodecStream) -> None:
         self._decode.leave()
-        with self._rows:
+        with self._places:
             self._codec.close(stream)
 
-    def decode(self, codes: Tensor, stream: CodecStream) -> Tensor:
-        """The stream's next codes int64 [frames, codebooks] -> float32 [channels, samples]."""
+    def decode(self, codes: Codes, stream: CodecStream) -> Samples:
+        """The stream's next codes [frames, codebooks] -> float32 [channels, samples]."""
         return self._decode((codes, stream))
 
-    def _decode_all(self, pieces: list[tuple[Tensor, CodecStream]]) -> list[Tensor]:
+    def _decode_all(self, pieces: list[tuple[Codes, CodecStream]]) -> list[Samples]:
         codes, streams = zip(*pieces, strict=True)
-        with self._rows:
-            return [*self._codec.decode(torch.stack(codes), streams)]
+        with self._places:
+            return self._codec.decode(codes, streams)

@@ -72,8 +72,10 @@ def create_vocoder(
     device: str = "cpu",
     dtype: str | None = None,
     max_batch: int | None = None,
+    budget_bytes: int | None = None,
 ) -> StreamStage[Any]:
-    """Frames of codes to audio, at the asked speed; ``max_batch`` as `most_streams` says."""
+    """Frames of codes to audio, at the asked speed; ``max_batch`` as `most_streams` says, and on a GPU what the budget
+    holds."""
     from sgl_omni.engine.task import HandOver
     from sgl_omni.models.moss_tts_local.codec import CodecDecoder
     from sgl_omni.models.moss_tts_local.vocoder import MossVocoder
@@ -82,5 +84,9 @@ def create_vocoder(
     folder = find_folder(model_path)
     books = read_json(folder)["n_vq"]
     codec = CodecDecoder.load(codec_folder(folder), books, device, dtype_of(dtype, device))
-    vocoder = MossVocoder(codec, books, HandOver(FIRST_FRAMES, THEN_FRAMES), most_streams(max_batch, device))
-    return rehearsed(vocoder, books)
+    streams = slots = most_streams(max_batch, device)
+    if device != "cpu" and budget_bytes is not None:
+        streams, slots = codec.streams_within(budget_bytes, max(FIRST_FRAMES, THEN_FRAMES), streams)
+    codec.make_room(slots)
+    codec.capture(streams, {FIRST_FRAMES, THEN_FRAMES})
+    return rehearsed(MossVocoder(codec, books, HandOver(FIRST_FRAMES, THEN_FRAMES), streams), books)

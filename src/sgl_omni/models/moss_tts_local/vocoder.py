@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from sgl_omni.audio.chunk import audio_chunk, clipped
@@ -68,8 +67,7 @@ class MossVocoder(StreamStage[VocoderState]):
 
     def _spoken(self, state: VocoderState, frames: int) -> Iterator[Payload]:
         codes, state.waiting = state.waiting[:frames], state.waiting[frames:]
-        audio = self._codec.decode(torch.from_numpy(codes.astype(np.int64)), state.stream)
-        samples = clipped(audio.mean(0).numpy())
+        samples = clipped(self._codec.decode(codes, state.stream).mean(0))
         yield from self._chunk(samples if state.stretch is None else state.stretch.feed(samples))
 
     def _chunk(self, samples: NDArray[np.float32]) -> Iterator[Payload]:
