@@ -43,6 +43,10 @@ checks.check_bits("cpu")
 assert checks.check_added("cpu") < 1e-6
 for splits in (1, 3):
     assert checks.check_places("cpu", torch.float32, splits) < 3e-6, splits
+for heads, more in (((6, 2, 24), {}), ((2, 1, 64), {"parts": 3}), ((2, 2, 8), {"neighbours": True})):
+    for has_norms in (True, False):
+        off = checks.check_fixed_places("cpu", torch.float32, heads, has_norms=has_norms, **more)
+        assert off < 3e-6, ("fixed places", heads, more, has_norms, off)
 print("all checked")
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
@@ -95,6 +99,43 @@ def test_the_attention_kernels_compile_for_a_gpu(tiled: bool, split: bool) -> No
         done = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert "mma" in done.asm["ptx"] and done.metadata.shared <= 227 * 1024
         assert ("griddepcontrol.wait" in done.asm["ptx"]) == (kernel is attention._decode)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "neighbours"), [(16, 8, False), (8, 2, False), (4, 4, True)])
+@pytest.mark.parametrize(("start", "count"), [(0, 2), (20, 1)])
+def test_the_kernel_of_fixed_places_compiles_for_a_gpu(
+    heads: int, kv_heads: int, neighbours: bool, start: int, count: int
+) -> None:
+    """Launched early; by the tensor cores' instructions where places lie before."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sgl_omni.engine.kernels import places
+
+    constants = {
+        "PAIR_STRIDE": 2 if neighbours else 1,
+        "PARTS": 1 if neighbours else 2,
+        "COUNT": count,
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "HALF": 64,
+        "HALF_BLOCK": 64,
+        "QUERIES": count * heads // kv_heads,
+        "BEFORE": 32 if start else 0,
+        "HAS_NORM": heads == 16,
+        "NEIGHBOURS": neighbours,
+        "PRECISION": "tf32",
+        "EARLY": True,
+    }
+    types = dict.fromkeys(("eps", "scale"), "fp32")
+    types |= dict.fromkeys(("start", "length", "part_stride", "turn_stride"), "i32")
+    types |= dict.fromkeys(("cosine", "sine"), "*fp32") if neighbours else {"qkv": "*fp32"}
+    names = places._attend.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in names}
+    at = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(places._attend, signature, at)
+    done = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert ("mma" in done.asm["ptx"]) == bool(start) and "griddepcontrol.wait" in done.asm["ptx"]
 
 
 @pytest.mark.parametrize("columns", [1, 32, 64, 4096])
