@@ -15,11 +15,13 @@ from sgl_omni.engine.cross_attention import SourcePool, SourceShape, attend_plac
 from sgl_omni.engine.delay import DelayPattern
 from sgl_omni.engine.device_rows import Field
 from sgl_omni.engine.device_step import StepInputs, advance_rows, begin_rows
+from sgl_omni.engine.fixed_cache import TorchFixedAttend, TritonFixedAttend
 from sgl_omni.engine.kernels import attention, elementwise, moe, sampling, state
 from sgl_omni.engine.kernels.convolution import Convolution, Snake
 from sgl_omni.engine.kv_cache import KVCache, KVShape
 from sgl_omni.engine.moe import routed_one_by_one
-from sgl_omni.engine.ops import rms_norm
+from sgl_omni.engine.ops import rms_norm, whole
+from sgl_omni.engine.pairs import rotate_pairs, rotation_of
 from sgl_omni.engine.repetition import penalise
 from sgl_omni.engine.rope import rotate
 from sgl_omni.engine.row_attention import RowLayout, Tiled, TorchRowAttention, TritonRowAttention
@@ -291,3 +293,44 @@ def check_places(device: str, dtype: torch.dtype, splits: int) -> float:
     last = pool.lengths[places] - 1
     attention.decode_attention(q, keys, values, pool.tables, places, last, None, splits, result)
     return difference(result, expected)
+
+
+def check_fixed_places(
+    device: str,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    *,
+    parts: int = 0,
+    has_norms: bool = True,
+    neighbours: bool = False,
+    length: int = 19,
+) -> float:
+    """A loop over the places of two rows, the first two at once; what is not written yet is NaN."""
+    query_heads, kv_heads, head_dim = heads
+    torch.manual_seed(8)
+    rows, eps = 2, EPS if has_norms else 0.0
+    norms = (torch.rand(head_dim, dtype=dtype, device=device), torch.rand(head_dim, dtype=dtype, device=device))
+    circle = rotation_of(torch.arange(length, device=device), head_dim, 100.0)
+    table = (circle.real, circle.imag) if neighbours else (circle.real.to(dtype), circle.imag.to(dtype))
+    sizes = [query_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    empty = torch.full((2, 2, rows, length, kv_heads, head_dim), torch.nan, dtype=dtype, device=device)
+    known, written, off = empty.clone(), empty.clone(), 0.0
+    for start, count in ((0, 2), *((start, 1) for start in range(2, length))):
+        shape = (rows * count, sum(sizes))
+        merged = torch.randn(parts, *shape, device=device) if parts else torch.randn(shape, dtype=dtype, device=device)
+        q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in whole(merged, dtype).split(sizes, -1))
+        if has_norms:
+            q, k = rms_norm(q, norms[0], EPS), rms_norm(k, norms[1], EPS)
+        plain = TorchFixedAttend(known, start, count)
+        if neighbours:
+            turns = circle[start : start + count].repeat(rows, 1)
+            q, k = rotate_pairs(q, turns), rotate_pairs(k, turns)
+        else:
+            rotation = plain.rotation((table[0][:, None], table[1][:, None]))
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        expected = plain(1, q, k, v)
+        fused = TritonFixedAttend(written, start, count, neighbours=neighbours)
+        qkv = QKV(merged, query_heads, norms if has_norms else None, eps)
+        off = max(off, difference(fused.from_qkv(1, qkv, fused.rotation(table)), expected))
+    assert torch.equal(written[1].isnan(), known[1].isnan()) and written[0].isnan().all()
+    return off

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from engine_kernels import (
     check_attention,
     check_bits,
     check_convolution,
+    check_fixed_places,
     check_moe,
     check_penalty,
     check_places,
@@ -85,6 +87,21 @@ def test_what_has_arrived_is_added(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_attention_over_an_encoders_output(dtype: torch.dtype, splits: int) -> None:
     assert check_places("cuda", dtype, splits) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "options"),
+    [
+        (torch.float32, (6, 2, 24), {}),
+        (torch.float32, (4, 4, 8), {"has_norms": False, "neighbours": True}),
+        (torch.bfloat16, (16, 8, 128), {"parts": 2, "length": 16}),
+        (torch.bfloat16, (8, 2, 128), {"has_norms": False, "parts": 4, "length": 40}),
+        (torch.bfloat16, (20, 20, 128), {"has_norms": False, "neighbours": True, "length": 16}),
+    ],
+    ids=str,
+)
+def test_attention_over_fixed_places(dtype: torch.dtype, heads: tuple[int, int, int], options: dict[str, Any]) -> None:
+    assert check_fixed_places("cuda", dtype, heads, **options) < TOLERANCE[dtype]
 
 
 def test_frames_equal_those_of_the_cpu() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import test_csm
 import test_higgs_audio_v2
 import test_qwen3_omni
 import test_whisper_decoder
 import torch
 from gpu_serving import codes, serve
+from test_csm import Csm, csm
 from test_higgs_audio_v2 import Higgs, higgs
 from test_qwen3_omni import GROUPS, Omni, Speech, omni, payload_of, speeches, talker_engine, thinker_engine
 from test_whisper_decoder import Whisper, whisper
 
-__all__ = ["higgs", "omni", "speeches", "whisper"]
+__all__ = ["csm", "higgs", "omni", "speeches", "whisper"]
 
 pytestmark = pytest.mark.gpu
 
@@ -34,6 +36,14 @@ def test_higgs_frames_equal_generate(higgs: Higgs, pool: int, graphs: int) -> No
     )
     handed = serve(engine, {name: case.payload for name, case in higgs.cases.items()})
     assert {name: codes(parts) for name, parts in handed.items()} == {n: c.frames for n, c in higgs.cases.items()}
+
+
+@pytest.mark.parametrize("pool", [2048, 130])
+@GRAPHS
+def test_csm_frames_equal_transformers(csm: Csm, pool: int, graphs: int) -> None:
+    engine = test_csm.engine_for(csm.model.to("cuda"), True, max_total_tokens=pool, cuda_graph_max_bs=graphs)
+    handed = serve(engine, {name: case.payload for name, case in csm.cases.items()})
+    assert {name: codes(parts) for name, parts in handed.items()} == {n: c.codes for n, c in csm.cases.items()}
 
 
 @POOLS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,6 +24,14 @@ def test_attention(tiled: bool, window: int | None, splits: int) -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_attention_to_places(splits: int) -> None:
     assert checks.check_places("cpu", torch.float32, splits) < 3e-6
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "more"), [((6, 2, 24), {}), ((2, 1, 64), {"parts": 3}), ((2, 2, 8), {"neighbours": True})]
+)
+def test_attention_over_fixed_places(heads: tuple[int, int, int], more: dict[str, Any], has_norms: bool) -> None:
+    assert checks.check_fixed_places("cpu", torch.float32, heads, has_norms=has_norms, **more) < 3e-6
 
 
 @pytest.mark.parametrize("width", [96, 100])

@@ -75,6 +75,43 @@ def test_the_attention_kernels_compile_for_a_gpu(tiled: bool, split: bool) -> No
         assert ("griddepcontrol.wait" in done.asm["ptx"]) == (kernel is attention._decode)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "neighbours"), [(16, 8, False), (8, 2, False), (4, 4, True)])
+@pytest.mark.parametrize(("start", "count"), [(0, 2), (20, 1)])
+def test_the_kernel_of_fixed_places_compiles_for_a_gpu(
+    heads: int, kv_heads: int, neighbours: bool, start: int, count: int
+) -> None:
+    """Launched early; by the tensor cores' instructions where places lie before."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sgl_omni.engine.kernels import places
+
+    constants = {
+        "PAIR_STRIDE": 2 if neighbours else 1,
+        "PARTS": 1 if neighbours else 2,
+        "COUNT": count,
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "HALF": 64,
+        "HALF_BLOCK": 64,
+        "QUERIES": count * heads // kv_heads,
+        "BEFORE": 32 if start else 0,
+        "HAS_NORM": heads == 16,
+        "NEIGHBOURS": neighbours,
+        "PRECISION": "tf32",
+        "EARLY": True,
+    }
+    types = dict.fromkeys(("eps", "scale"), "fp32")
+    types |= dict.fromkeys(("start", "length", "part_stride", "turn_stride"), "i32")
+    types |= dict.fromkeys(("cosine", "sine"), "*fp32") if neighbours else {"qkv": "*fp32"}
+    names = places._attend.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in names}
+    at = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(places._attend, signature, at)
+    done = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert ("mma" in done.asm["ptx"]) == bool(start) and "griddepcontrol.wait" in done.asm["ptx"]
+
+
 @pytest.mark.parametrize("columns", [1, 32, 64, 4096])
 def test_the_convolution_kernel_compiles_for_a_gpu(columns: int) -> None:
     """By the tensor cores' instructions, within a processor's shared memory."""

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sgl_omni.engine.attention import AttentionSpan, TorchAttention
+from sgl_omni.engine.attention import QKV, AttentionSpan, TorchAttention
 from sgl_omni.engine.checkpoint import Checkpoint, CheckpointError, Slot
 from sgl_omni.engine.decoder import Decoder, materialise
 from sgl_omni.engine.decoder_config import DecoderConfig, MoEConfig
+from sgl_omni.engine.fixed_cache import FixedCache, TorchFixedAttend, TritonFixedAttend
 from sgl_omni.engine.kv_cache import KVCache, KVShape
 from sgl_omni.engine.layers import Attention, Embedding, GatedMLP, RMSNorm
 from sgl_omni.engine.moe import MoE
@@ -45,6 +46,25 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | N
             keys, values = k[first : last + 1, shared], v[first : last + 1, shared]
             result[row, head] = (keys @ q[row, head] / math.sqrt(HEAD_DIM)).softmax(0) @ values
     return result
+
+
+def test_rows_of_few_places_are_the_kernels_and_windows_smaller_than_them_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    shape = KVShape(1, KV_HEADS, HEAD_DIM)
+    one = torch.zeros(1, KV_HEADS, HEAD_DIM)
+    plain = FixedCache(shape, 1, 6, one).at(0, 1)
+    assert isinstance(plain, TorchFixedAttend)
+    plain(0, one, one, one, window=6)
+    with pytest.raises(NotImplementedError, match="a window of 5"):
+        plain(0, one, one, one, window=5)
+    monkeypatch.setattr("sgl_omni.engine.platform.everywhere", True)
+    fused = FixedCache(shape, 1, 64, one).at(0, 1)
+    assert isinstance(fused, TritonFixedAttend)
+    with pytest.raises(NotImplementedError, match="a window of 63"):
+        fused.from_qkv(0, QKV(one.view(1, -1), 2, None, 0.0), (one, one), window=63)
+    assert isinstance(FixedCache(shape, 1, 65, one).at(0, 1), TorchFixedAttend)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 40])

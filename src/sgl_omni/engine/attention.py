@@ -55,11 +55,14 @@ class QKV(NamedTuple):
 
 @runtime_checkable
 class FusedAttend(Protocol):
-    """An ``Attend`` that norms, rotates and writes in one kernel."""
+    """As ``Attend``, with norms, rotation and writing in one kernel."""
 
     def from_qkv(
         self, layer: int, qkv: QKV, rotation: tuple[Tensor, Tensor], *, window: int | None = None
     ) -> Tensor: ...
+
+
+AnyAttend = Attend | FusedAttend
 
 
 class AttentionBackend(Protocol):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sgl_omni.engine.checkpoint import Slot
 from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.decoder_config import DecoderConfig
-from sgl_omni.engine.kv_cache import KVShape
+from sgl_omni.engine.fixed_cache import FixedCache
 from sgl_omni.engine.layers import parameter
 from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.sampler import SamplingBatch, sample
@@ -85,8 +85,7 @@ class CodePredictor(nn.Module):
         x, codes = self._own_width(torch.stack([hidden, first], 1)), []
         for index in range(self.num_codes):
             start = 0 if index == 0 else 1 + index
-            positions = torch.arange(start, start + x.shape[1], device=x.device).repeat(n)
-            out = self.decoder(x.flatten(0, 1), positions[None], cache.at(start, x.shape[1]))
+            out = self.decoder.in_places(x.flatten(0, 1), cache.at(start, x.shape[1]))
             last = out.unflatten(0, (n, -1))[:, -1]
             codes.append(choose(F.linear(last, self.heads[index]), index))
             x = self._own_width(F.embedding(codes[-1], self.embedding[index])[:, None])
@@ -111,42 +110,3 @@ class CodePredictor(nn.Module):
             name = f"{prefix}small_to_mtp_projection"
             yield Slot(f"{name}.weight", self.projection, tuple(self.projection.shape))
             yield Slot(f"{name}.bias", self.projection_bias, tuple(self.projection_bias.shape))
-
-
-class FixedCache:
-    """Keys and values of the loop: every row has its ``length`` places, and they live as long as the loop."""
-
-    def __init__(self, shape: KVShape, rows: int, length: int, like: Tensor) -> None:
-        size = (shape.layers, 2, rows, length, shape.kv_heads, shape.head_dim)
-        self._places = torch.zeros(size, dtype=like.dtype, device=like.device)
-
-    def at(self, start: int, count: int) -> FixedAttend:
-        return FixedAttend(self._places, start, count)
-
-
-class FixedAttend:
-    """Attention of places ``start`` to ``start + count`` of every row, which sees itself up to there.
-
-    More than one place at a time is only possible at the start.
-    """
-
-    def __init__(self, places: Tensor, start: int, count: int) -> None:
-        self._places = places
-        self._start = start
-        self._stop = start + count
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
-        if window is not None and window < self._places.shape[3]:
-            raise NotImplementedError(f"a window of {window} is smaller than a row of codes")
-        keys, values = self._places[layer]
-        n = keys.shape[0]
-        keys[:, self._start : self._stop] = k.unflatten(0, (n, -1))
-        values[:, self._start : self._stop] = v.unflatten(0, (n, -1))
-        attended = F.scaled_dot_product_attention(
-            q.unflatten(0, (n, -1)).transpose(1, 2),
-            keys[:, : self._stop].transpose(1, 2),
-            values[:, : self._stop].transpose(1, 2),
-            is_causal=self._start == 0,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return attended.transpose(1, 2).flatten(0, 1)

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from sgl_omni.engine.attention import Attend
+from sgl_omni.engine.attention import AnyAttend, Attend
 from sgl_omni.engine.checkpoint import Slot
 from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.fixed_cache import FixedAttend
 from sgl_omni.engine.inserted import LayerRows
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Attention, GatedMLP, RMSNorm
@@ -51,7 +52,7 @@ class DecoderLayer(nn.Module):
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, shard, bias=config.mlp_bias)
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, rotation: tuple[Tensor, Tensor], attend: Attend
+        self, x: Tensor, delta: Tensor | None, rotation: tuple[Tensor, Tensor], attend: AnyAttend
     ) -> tuple[Tensor, Tensor]:
         """Takes and returns the residual stream and what is still to be added to it, so that a norm adds it."""
         x, normed = self.input_norm.add(x, delta)
@@ -91,9 +92,20 @@ class Decoder(nn.Module):
 
         ``added``: rows that are added to what the first layers hand on.
         """
+        return self._turned(x, self._rope_on(x.device)(positions, x.dtype), attend, added)
+
+    def in_places(self, x: Tensor, attend: FixedAttend) -> Tensor:
+        """The same of x [rows * count, hidden], the places of a ``FixedCache`` that ``attend`` writes now."""
+        return self._turned(x, attend.rotation(self._rope_on(x.device).table(attend.length, x.dtype)), attend)
+
+    def _rope_on(self, device: torch.device) -> Rope:
         if self._rope is None:  # not before: until the weights are loaded the module is on the meta device
-            self._rope = Rope(self.config.rope, self.config.head_dim, x.device)
-        rotation = self._rope(positions, x.dtype)
+            self._rope = Rope(self.config.rope, self.config.head_dim, device)
+        return self._rope
+
+    def _turned(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: AnyAttend, added: LayerRows | None = None
+    ) -> Tensor:
         kept = {}
         delta: Tensor | None = None
         for i, layer in enumerate(self.layers):

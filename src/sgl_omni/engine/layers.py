@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sgl_omni.engine.attention import QKV, Attend, FusedAttend
+from sgl_omni.engine.attention import QKV, AnyAttend, FusedAttend
 from sgl_omni.engine.checkpoint import Slot
 from sgl_omni.engine.ops import add_norm, embed, gated_linear, partial_linear, rms_norm
 from sgl_omni.engine.rope import rotate
@@ -187,7 +187,7 @@ class Attention(nn.Module):
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: AnyAttend) -> Tensor:
         if isinstance(attend, FusedAttend):
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
             qkv = QKV(self.qkv.merged(x), self._heads, norms, self._norm_eps)

@@ -18,12 +18,21 @@ class Rope:
         self.num_axes = config.num_axes
         self._frequencies = frequencies(config, head_dim).to(device)
         self._axes = axes(config, head_dim).to(device)
+        self._tables: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions int64 [axes, n] -> cosine and sine, each [n, 1, head_dim / 2] and contiguous, as kernels need."""
         by_pair = positions[self._axes].T.contiguous() if self.num_axes > 1 else positions[0, :, None]
         angles = (by_pair.float() * self._frequencies).unsqueeze(1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def table(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same of positions 0 to ``length`` along all axes, made once."""
+        found = self._tables.get((length, dtype))
+        if found is None:
+            positions = torch.arange(length, device=self._frequencies.device)
+            found = self._tables[length, dtype] = self(positions.expand(self.num_axes, -1), dtype)
+        return found
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -40,7 +40,7 @@ def prefetch_l2(pointers):
 
 
 @triton.jit
-def _summed(source, inside, part_stride, PARTS: tl.constexpr):
+def summed(source, inside, part_stride, PARTS: tl.constexpr):
     total = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(source + part * part_stride, mask=inside, other=0.0)
@@ -71,7 +71,7 @@ def _add_norm(
         gdc_launch_dependents()
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
-        added = _summed(delta + at, inside, part_stride, PARTS)
+        added = summed(delta + at, inside, part_stride, PARTS)
         value += added.to(x.dtype.element_ty).to(tl.float32)
         rounded = value.to(x.dtype.element_ty)
         tl.store(x + at, rounded, mask=inside)
@@ -184,8 +184,8 @@ def _norm_rotate_write(
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    first = _summed(source, inside, part_stride, PARTS).to(dtype)
-    second = _summed(source + HALF, inside, part_stride, PARTS).to(dtype)
+    first = summed(source, inside, part_stride, PARTS).to(dtype)
+    second = summed(source + HALF, inside, part_stride, PARTS).to(dtype)
     if is_v:
         target = values + slot * KV_HEADS * 2 * HALF + within
         tl.store(target, first, mask=inside)

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sgl_omni.engine.checkpoint import Slot
-from sgl_omni.engine.code_predictor import Choose, FixedCache, greedy
+from sgl_omni.engine.code_predictor import Choose, greedy
 from sgl_omni.engine.decoder import Decoder
+from sgl_omni.engine.fixed_cache import FixedCache
 from sgl_omni.engine.layers import parameter
 from sgl_omni.models.csm.spec import CsmSpec
 
@@ -34,16 +35,15 @@ class DepthDecoder(nn.Module):
         """
         n, spec = hidden.shape[0], self._spec
         cache = FixedCache(self.decoder.kv_shape, n, spec.num_codebooks, hidden)
-        codes = [first]
-        x = torch.stack([hidden, F.embedding(first, table)], 1)
+        codes, tables = [first], table.split(spec.vocab_size)
+        x = torch.stack([hidden, F.embedding(first, tables[0])], 1)
         for book in range(1, spec.num_codebooks):
             start = 0 if book == 1 else book
-            positions = torch.arange(start, start + x.shape[1], device=x.device).repeat(n)
             entered = F.linear(x, self.projection).flatten(0, 1)
-            out = self.decoder(entered, positions[None], cache.at(start, x.shape[1]))
+            out = self.decoder.in_places(entered, cache.at(start, x.shape[1]))
             last = out.unflatten(0, (n, -1))[:, -1]
             codes.append(choose(last @ self.heads[book - 1], book))
-            x = F.embedding(codes[-1] + book * spec.vocab_size, table)[:, None]
+            x = F.embedding(codes[-1], tables[book])[:, None]
         return torch.stack(codes, 1)
 
     def slots(self, prefix: str) -> Iterator[Slot]:
