@@ -233,7 +233,7 @@ sys.path[:0] = [{tests!r}]
 import tiny_higgs as tiny
 from engine_fixtures import RunAgain
 import sgl_omni.models.higgs_audio_v2.codec_decoder as codec_decoder
-import sgl_omni.models.higgs_audio_v2.decoder_graphs as graphs
+import sgl_omni.models.decoder_graphs as graphs
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
 
 spec, folder = CodecSpec.parse(tiny.CODEC, "tiny"), Path({folder!r})

@@ -20,7 +20,7 @@ from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
 from sgl_omni.models.higgs_audio_v2.codec_weights import CodecWeights
 
 if TYPE_CHECKING:
-    from sgl_omni.models.higgs_audio_v2.decoder_graphs import DecoderGraphs
+    from sgl_omni.models.decoder_graphs import DecoderGraphs
 
 log = logging.getLogger("sgl_omni.models")
 
@@ -121,7 +121,7 @@ class CodecDecoder:
     def capture(self, windows: int, frames: int) -> None:
         """On a GPU, takes what ``decode_pieces`` does to up to so many pieces of up to so many frames into graphs."""
         if self._kernels is not None and can_capture(self.device):
-            from sgl_omni.models.higgs_audio_v2.decoder_graphs import DecoderGraphs
+            from sgl_omni.models.decoder_graphs import DecoderGraphs
 
             sizes = {"windows": windows, "frames": frames, "codebooks": self.spec.num_codebooks}
             self._graphs = DecoderGraphs(self._by_kernels, device=self.device, **sizes)
