@@ -6,6 +6,7 @@ Each check returns the largest difference from the reference in plain torch, rel
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from sgl_omni.engine.device_rows import Field
 from sgl_omni.engine.device_step import StepInputs, advance_rows, begin_rows
 from sgl_omni.engine.fixed_cache import TorchFixedAttend, TritonFixedAttend
 from sgl_omni.engine.kernels import attention, elementwise, moe, sampling, state
+from sgl_omni.engine.kernels.causal import DepthwiseNorm, carry, with_room
 from sgl_omni.engine.kernels.convolution import Convolution, Snake
 from sgl_omni.engine.kv_cache import KVCache, KVShape
 from sgl_omni.engine.moe import routed_one_by_one
@@ -73,6 +75,52 @@ CONVOLUTIONS = (
     (torch.nn.ConvTranspose1d(33, 17, 6, stride=3, padding=2, output_padding=1), 33, 65),
 )
 """With the channels and the length of their input."""
+
+
+def check_causal(device: str, dtype: torch.dtype) -> float:
+    """Two rows of unequal pieces through convolutions that begin with their past, GELU, and a depthwise one with its
+    norm: all pieces together are the whole."""
+    torch.manual_seed(0)
+    modules = (
+        torch.nn.Conv1d(24, 40, 7, dilation=3),
+        torch.nn.ConvTranspose1d(24, 20, 6, stride=3),
+        torch.nn.Conv1d(24, 24, 7, groups=24),
+    )
+    norm, product = torch.nn.LayerNorm(24, eps=1e-6), torch.nn.Linear(24, 40)
+    wide, grow, depthwise = (module.to(device).requires_grad_(False) for module in modules)
+    for part in (norm, product):
+        part.to(device).requires_grad_(False)
+    torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
+    parts: list[Any] = [
+        Convolution.causal(wide, None, dtype, past=True),
+        Convolution.causal(grow, None, dtype, past=True),
+        DepthwiseNorm.of(depthwise, norm, past=True),
+    ]
+    x = torch.randn(2, 44, 24, device=device)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        padded = [torch.nn.functional.pad(x.transpose(1, 2), (part.behind, 0)) for part in parts]
+        expected = [wide(padded[0]), grow(padded[1])[..., 3 : 3 + 3 * 44], norm(depthwise(padded[2]).mT).mT]
+    off = 0.0
+    for part, unbroken in zip(parts, expected, strict=True):
+        memory = torch.zeros(2, 3 + part.behind * 24, device=device)  # of other parts, too
+        seen, pieces = [0, 0], [[], []]
+        for counts in ((2, 40), (12, 1), (30, 3)):
+            longest = max(counts)
+            given = torch.full((2, longest, 24), float("nan"), device=device)
+            for row, count in enumerate(counts):
+                given[row, :count] = x[row, seen[row] : seen[row] + count]
+            lengths = torch.tensor(counts, dtype=torch.int32, device=device)
+            ready = with_room(given, part.behind, dtype)
+            carry(ready, memory[:, 3:], part.behind, lengths, 1)
+            found = part(ready, lengths, 1)
+            for row, count in enumerate(counts):
+                pieces[row].append(found[row, : count * unbroken.shape[2] // 44])
+                seen[row] += count
+        off = max(off, *(difference(torch.cat(pieces[row]), unbroken[row].mT) for row in range(2)))
+        assert not memory[:, :3].any()
+    ours = Convolution.product(product.weight, product.bias, dtype, gelu=True, room=2)
+    every = torch.tensor([44, 44], dtype=torch.int32, device=device)
+    return max(off, difference(ours.activated(x.to(dtype), every, 1)[:, 2:], torch.nn.functional.gelu(product(x))))
 
 
 def check_attention(

@@ -14,6 +14,7 @@ from engine_kernels import (
     check_added,
     check_attention,
     check_bits,
+    check_causal,
     check_convolution,
     check_fixed_places,
     check_moe,
@@ -132,6 +133,11 @@ def test_experts(dtype: torch.dtype, rows: int, hidden: int) -> None:
 def test_convolutions(dtype: torch.dtype, most: float, which: int) -> None:
     module, inputs, length = CONVOLUTIONS[which]
     assert check_convolution("cuda", dtype, module, inputs, length) < most
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.float16, 1e-2)], ids=str)
+def test_convolutions_that_begin_with_their_past(dtype: torch.dtype, most: float) -> None:
+    assert check_causal("cuda", dtype) < most
 
 
 @DTYPES

@@ -13,6 +13,7 @@ from qwen3_omni_reference import Reference, picture, tone, user
 from test_qwen3_omni_stages import TOKENS, converse, prompt_of
 
 from sgl_omni.models.qwen3_omni import stages
+from sgl_omni.models.qwen3_omni.code2wav import Vocoder
 
 pytestmark = pytest.mark.gpu
 
@@ -64,3 +65,21 @@ def test_the_stages_together(tmp_path: Path, graphs: int, chunk: int) -> None:
         audio = [*vocoder.feed(state, {"codes": np.asarray(expected.codes)}), *vocoder.flush(state)]
         made = np.concatenate([chunk["audio"] for chunk in audio])
         assert np.abs(made - expected.audio).max() < 1e-3
+
+
+@pytest.mark.parametrize(("rounded", "most"), [(False, 1e-4), (True, 1e-2)])
+def test_windows_are_those_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: bool, most: float
+) -> None:
+    """Several at once, of several lengths, by kernels; against transformers' module on the CPU."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", rounded)
+    tiny.build(tmp_path, seed=1)
+    rng = np.random.default_rng(5)
+    windows = [rng.integers(0, tiny.CODES, (tiny.GROUPS, frames)) for frames in (3, 40, 1, 17)]
+    plain = Vocoder(tmp_path, "cpu", torch.float32)
+    ours = Vocoder(tmp_path, "cuda:0", torch.float32)
+    assert ours.lookahead == plain.lookahead
+    for found, window in zip(ours.decode(windows), windows, strict=True):
+        [expected] = plain.decode([window])
+        assert found.shape == expected.shape
+        assert np.abs(found - expected).max() / np.abs(expected).max() < most

@@ -74,6 +74,11 @@ def test_convolution(which: int, dtype: torch.dtype, most: float) -> None:
     assert checks.check_convolution("cpu", dtype, *checks.CONVOLUTIONS[which]) < most
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.float16, 4e-3)])
+def test_what_a_causal_convolution_remembers(dtype: torch.dtype, most: float) -> None:
+    assert checks.check_causal("cpu", dtype) < most
+
+
 def test_state() -> None:
     checks.check_state("cpu")
     checks.check_bits("cpu")

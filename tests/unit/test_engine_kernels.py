@@ -112,16 +112,17 @@ def test_the_kernel_of_fixed_places_compiles_for_a_gpu(
     assert ("mma" in done.asm["ptx"]) == bool(start) and "griddepcontrol.wait" in done.asm["ptx"]
 
 
-@pytest.mark.parametrize("columns", [1, 32, 64, 4096])
-def test_the_convolution_kernel_compiles_for_a_gpu(columns: int) -> None:
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize(("columns", "width"), [(1, 96), (32, 512), (64, 512), (96, 96), (192, 192), (4096, 512)])
+def test_the_convolution_kernel_compiles_for_a_gpu(columns: int, width: int, gelu: bool) -> None:
     """By the tensor cores' instructions, within a processor's shared memory."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     from sgl_omni.engine.kernels import convolution
 
-    times, block, inputs, warps, stages = convolution._tile(columns, 512)
-    constants = {"TIMES": times, "COLUMNS": block, "INPUTS": inputs, "MOST": 65504.0}
+    times, block, inputs, warps, stages = convolution._tile(columns, width)
+    constants = {"TIMES": times, "COLUMNS": block, "INPUTS": inputs, "MOST": 65504.0, "GELU": gelu}
     halves = {"x", "weight", "active"}
     floats = {"bias", "residual", "alpha", "inverse", "plain"}
     names = convolution._convolve.arg_names
@@ -157,6 +158,33 @@ def test_the_kernel_of_rings_compiles_for_a_gpu(width: int) -> None:
     compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert "local" not in compiled.asm["ptx"]
     assert "ld.global.v" in compiled.asm["ptx"] and "st.global.v" in compiled.asm["ptx"]
+
+
+def test_tiles_are_smaller_where_less_of_them_is_nobodys() -> None:
+    from sgl_omni.engine.kernels import convolution
+
+    tiles = {size: convolution._tile(size, size)[1:3] for size in (1, 32, 64, 96, 192, 288, 384, 512)}
+    assert tiles == {
+        1: (16, 16), 32: (32, 32), 64: (64, 32), 96: (128, 32), 192: (64, 32), 288: (64, 32), 384: (128, 64),
+        512: (128, 64),
+    }  # fmt: skip
+
+
+def test_the_kernels_of_a_past_compile_for_a_gpu() -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sgl_omni.engine.kernels import causal
+
+    floats = ("memory", "weight", "bias", "gain", "offset")
+    types = dict.fromkeys(floats, "*fp32") | {"x": "*fp16", "out": "*fp16", "lengths": "*i32", "eps": "fp32"}
+    sizes = {causal._carry: {"LEFT": 64, "CHANNELS": causal._CHANNELS}, causal._depthwise_norm: {"CHANNELS": 1024}}
+    for kernel, constants in sizes.items():
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+        places = {(names.index(name),): value for name, value in constants.items()}
+        compiled = compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32))
+        assert ("bar.sync" in compiled.asm["ptx"]) or kernel is causal._depthwise_norm
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -544,6 +547,38 @@ def test_windows_of_several_lengths_decode_together_as_alone(vocoder: Vocoder) -
         [alone] = vocoder.decode([window])
         assert audio.shape == alone.shape
         assert np.abs(audio - alone).max() < 1e-5
+
+
+GPU_PATH = """
+from pathlib import Path
+import numpy as np
+import torch
+import sgl_omni.engine.platform as platform
+from sgl_omni.models.qwen3_omni.code2wav import Vocoder
+
+torch.set_num_threads(1)
+rng = np.random.default_rng(5)
+windows = [rng.integers(0, {codes}, ({groups}, frames)) for frames in (1, 2)]
+plain = Vocoder(Path({folder!r}), "cpu", torch.float32)
+whole = [plain.decode([window])[0] for window in windows]
+platform.everywhere = True
+torch.backends.cudnn.allow_tf32 = False
+ours = Vocoder(Path({folder!r}), "cpu", torch.float32)
+assert ours.lookahead == plain.lookahead == 555
+for found, expected in zip(ours.decode(windows), whole, strict=True):
+    assert found.shape == expected.shape
+    assert abs(found - expected).max() / abs(expected).max() < 5e-6
+print("all checked")
+"""
+
+
+@pytest.mark.slow
+def test_a_gpus_kernels_decode_what_transformers_does(omni: Omni) -> None:
+    """In a process of its own, because Triton decides at import whether it interprets."""
+    program = GPU_PATH.format(folder=str(omni.folder), codes=tiny.CODES, groups=tiny.GROUPS)
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=900)
+    assert done.stdout.endswith("all checked\n"), done.stderr
 
 
 @pytest.mark.parametrize("numbers", [(0, 24, 25), (30, 24, 25), (4, 24, 0)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +184,70 @@ def test_a_stream_remembers_little_however_long_its_pieces_are(models: dict[str,
         decoder([GOLDENS["codec/codes"][:count]], [stream])
         held.append(stream.memory.untyped_storage().nbytes())
     assert held[0] == held[1]
+
+
+GPU_PATH = """
+import sys
+from pathlib import Path
+import numpy as np
+import torch
+sys.path[:0] = [{tests!r}]
+import tiny_qwen3_tts as tiny
+import sgl_omni.engine.platform as platform
+import sgl_omni.engine.decoder_graphs as graphs
+import sgl_omni.models.qwen3_tts.codec as codec
+from engine_fixtures import RunAgain
+
+torch.set_num_threads(1)
+folder = Path({folder!r})
+rng = np.random.default_rng(3)
+codes = rng.integers(0, tiny.CODES, (2, 5, tiny.GROUPS)).astype(np.int16)
+plain = codec.CodecDecoder.load(folder)
+whole = [plain([one], [plain.open()])[0] for one in codes]
+platform.everywhere = True
+torch.backends.cudnn.allow_tf32 = {rounded}
+ours = codec.CodecDecoder.load(folder)
+streams = [ours.open(), ours.open()]
+assert [each.memory.shape for each in streams] == [each.memory.shape for each in (plain.open(), plain.open())]
+audio = [[], []]
+
+def said(*rows):
+    cuts = [codes[row, streams[row].frames :][:count] for row, count in rows]
+    for (row, _), samples in zip(rows, ours(cuts, [streams[row] for row, _ in rows]), strict=True):
+        audio[row].append(samples)
+
+if {rounded}:
+    said((0, 2), (1, 3))
+    most = 1e-2
+else:
+    said((0, 2))
+    ours.prime([codes[1, :2]], [streams[1]])
+    graphs.StepGraphs, codec.can_capture = RunAgain, lambda device: True
+    ours.capture(2, 2)
+    said((1, 2), (0, 1))
+    said((0, 2))  # of another graph, with codes and pasts left over from before
+    assert RunAgain.replays == 2
+    most = 5e-6
+for row, frames in enumerate(each.frames for each in streams):
+    found = torch.cat(audio[row])
+    expected = whole[row][: frames * tiny.FRAME_SAMPLES][-len(found) :]
+    off = float((found - expected).abs().max() / expected.abs().max())
+    assert off < most, (row, off)
+assert [each.frames for each in streams] == ([2, 3] if {rounded} else [5, 4])
+print("all checked")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_gpus_kernels_decode_what_the_modules_do(models: dict[str, Tiny], rounded: bool) -> None:
+    """Streams that join and are primed, by themselves and as graphs; in a process of its own, because Triton decides at
+    import whether it interprets."""
+    folder = models["base"].folder / "speech_tokenizer"
+    program = GPU_PATH.format(tests=str(Path(__file__).parents[1]), folder=str(folder), rounded=rounded)
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=900)
+    assert done.stdout.endswith("all checked\n"), done.stderr
 
 
 def test_speed_changes_the_length(models: dict[str, Tiny]) -> None:

@@ -6,7 +6,7 @@ so pieces are the whole but for rounding, and no step is computed twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 Codes = NDArray[np.integer[Any]]
 
@@ -31,38 +31,44 @@ class CausalStream:
 class Layout:
     """Where in the memory of a stream the numbers of each part lie."""
 
-    def __init__(self, shapes: Mapping[nn.Module, tuple[int, ...]]) -> None:
+    def __init__(self, shapes: Mapping[Hashable, tuple[int, ...]]) -> None:
         """``shapes``: of what each part remembers, without the batch."""
-        self.places: dict[nn.Module, tuple[slice, tuple[int, ...]]] = {}
-        self._numbers = 0
+        self.places: dict[Hashable, tuple[slice, tuple[int, ...]]] = {}
+        self.numbers = 0
         for part, shape in shapes.items():
-            self.places[part] = slice(self._numbers, self._numbers + prod(shape)), shape
-            self._numbers += prod(shape)
+            self.places[part] = slice(self.numbers, self.numbers + prod(shape)), shape
+            self.numbers += prod(shape)
 
     def open(self, device: torch.device) -> CausalStream:
         """A stream at its beginning, before which there is nothing but zeros."""
-        return CausalStream(torch.zeros(self._numbers, device=device))
+        return CausalStream(torch.zeros(self.numbers, device=device))
 
 
-class Pieces:
-    """The next frames of several streams on their way through a network, all filled up to the longest at their ends.
+class Batch:
+    """Rows of steps on their way through a network, and what its parts remember of the streams that they go on.
 
-    The network is causal, so what fills a piece up is not heard in it; and its stream remembers nothing of it.
+    The network is causal, so what fills a row up is not heard in it; and its stream remembers nothing of it.
     """
 
-    def __init__(self, layout: Layout, streams: Sequence[CausalStream], frames: Sequence[int]) -> None:
-        """``frames`` of each stream's piece, 1 or more."""
-        self._layout = layout
-        self._streams = streams
-        self._frames = frames
-        self._memory = torch.stack([stream.memory for stream in streams])
-        self._seen = self._ints([stream.frames for stream in streams])
-        self._fill(list(frames))
+    def __init__(self, layout: Layout, memory: Tensor, seen: Tensor, frames: Tensor | None, longest: int) -> None:
+        """``memory`` float32 [batch, numbers], which is written. int64 [batch] each: ``seen``, the frames that have
+        gone by, and ``frames``, those of each row; None where all have the ``longest``."""
+        self._layout, self._memory, self._seen = layout, memory, seen
+        self._ends, self._longest = frames, longest
 
-    def behind(self, part: nn.Module, x: Tensor, dim: int = -1) -> Tensor:
+    def kept(self, part: Hashable) -> Tensor:
+        """What a part remembers, float32 [batch, its numbers]; to be written by who does not call ``behind``."""
+        return self._memory[:, self._layout.places[part][0]]
+
+    def lengths(self) -> Tensor:
+        """Frames of each row, int32 [batch]."""
+        if self._ends is None:
+            return torch.full_like(self._seen, self._longest, dtype=torch.int32)
+        return self._ends.to(torch.int32)
+
+    def behind(self, part: Hashable, x: Tensor, dim: int = -1) -> Tensor:
         """x [batch, ..., steps, ...] behind what the part remembers along ``dim``; it then remembers the end of it."""
-        place, shape = self._layout.places[part]
-        kept = self._memory[:, place].view(-1, *shape)
+        kept = self.kept(part).view(-1, *self._layout.places[part][1])
         joined, left = torch.cat([kept, x], dim), kept.shape[dim]
         if self._ends is None:
             kept.copy_(joined.narrow(dim, x.shape[dim], left))
@@ -70,7 +76,7 @@ class Pieces:
             kept.copy_(_window(joined, dim, self._steps(self._ends, x.shape[dim]), left))
         return joined
 
-    def attention(self, part: nn.Module, q: Tensor, k: Tensor, v: Tensor, near: Tensor) -> Tensor:
+    def attention(self, part: Hashable, q: Tensor, k: Tensor, v: Tensor, near: Tensor) -> Tensor:
         """q, k, v [batch, steps, heads, head_dim] -> [batch, steps, heads * head_dim]; ``near`` as below.
 
         What the part remembers is [2, window - 1, heads of k and v, head_dim].
@@ -93,6 +99,23 @@ class Pieces:
         """Of each step in its stream, int64 [batch, steps]."""
         return self._steps(self._seen, steps)[:, None] + torch.arange(steps, device=self._seen.device)
 
+    def _steps(self, frames: Tensor, steps: int) -> Tensor:
+        """Frames as steps, of which the longest row has so many."""
+        return frames * (steps // self._longest)
+
+
+class Pieces(Batch):
+    """The next frames of several streams, all filled up to the longest at their ends."""
+
+    def __init__(self, layout: Layout, streams: Sequence[CausalStream], frames: Sequence[int]) -> None:
+        """``frames`` of each stream's piece, 1 or more."""
+        memory = torch.stack([stream.memory for stream in streams])
+        seen = torch.tensor([stream.frames for stream in streams], device=memory.device)
+        super().__init__(layout, memory, seen, None, max(frames))
+        self._streams = streams
+        self._frames = frames
+        self._fill(list(frames))
+
     def keep_last(self, x: Tensor, most: int) -> Tensor:
         """x [batch, channels, frames] -> the last frames of each piece, ``most`` at most. The others go no further."""
         lengths = [min(length, most) for length in self._lengths]
@@ -110,10 +133,6 @@ class Pieces:
     def _fill(self, lengths: list[int]) -> None:
         self._lengths, self._longest = lengths, max(lengths)
         self._ends = None if min(lengths) == self._longest else self._ints(lengths)
-
-    def _steps(self, frames: Tensor, steps: int) -> Tensor:
-        """Frames as steps, of which the longest piece has so many."""
-        return frames * (steps // self._longest)
 
     def _ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._memory.device)

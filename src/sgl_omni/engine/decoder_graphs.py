@@ -18,6 +18,11 @@ log = logging.getLogger("sgl_omni.engine")
 Decode = Callable[[Tensor, Tensor], Tensor]
 
 
+def doubling(most: int) -> list[int]:
+    """Buckets 1, 2, 4 and so on up to ``most``."""
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
+
+
 class DecoderGraphs:
     """One graph for each bucket of windows. Shorter windows are filled up, and there are rows to spare."""
 

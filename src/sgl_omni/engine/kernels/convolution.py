@@ -37,6 +37,8 @@ def _sin(x):
         "left",
         "reach",
         "cropped",
+        "behind",
+        "room",
         "sums",
         "has_residual",
         "has_plain",
@@ -63,6 +65,8 @@ def _convolve(
     left,
     reach,
     cropped,
+    behind,
+    room,
     sums,
     has_residual,
     has_plain,
@@ -71,6 +75,7 @@ def _convolve(
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
     MOST: tl.constexpr,
+    GELU: tl.constexpr,
 ):
     batch = tl.program_id(2).to(tl.int64)
     known_length = tl.load(lengths + batch) * scale
@@ -80,14 +85,14 @@ def _convolve(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, INPUTS)
     known = column < columns
-    source = x + batch * length * inputs
+    source = x + (batch * (behind + length) + behind) * inputs
     acc = tl.zeros([TIMES, COLUMNS], tl.float32)
     blocks = tl.cdiv(inputs, INPUTS)
     for step in range(taps * blocks):
         tap = step // blocks
         channel = (step % blocks) * INPUTS + k
         at = time + tap * dilation - left
-        there = (at >= 0) & (at < known_length)
+        there = (at >= -behind) & (at < known_length)
         inside = channel < inputs
         places = source + at[:, None] * inputs + channel[None, :]
         part = tl.load(places, mask=there[:, None] & inside[None, :], other=0.0)
@@ -103,19 +108,44 @@ def _convolve(
     if has_plain:
         tl.store(plain + batch * sums + place, acc, mask=kept)
     if has_active:
-        sine = _sin(acc * tl.load(alpha + output, mask=known, other=0.0)[None, :])
-        acc += sine * sine * tl.load(inverse + output, mask=known, other=0.0)[None, :]
+        if GELU:
+            acc = 0.5 * acc * (1.0 + tl.erf(acc * 0.7071067811865476))
+        else:
+            sine = _sin(acc * tl.load(alpha + output, mask=known, other=0.0)[None, :])
+            acc += sine * sine * tl.load(inverse + output, mask=known, other=0.0)[None, :]
         limited = tl.where(acc > MOST, MOST, tl.where(acc < -MOST, -MOST, acc))
         acc = tl.where(tl.abs(acc) == float("inf"), acc, limited)
-        tl.store(active + batch * sums + place, acc.to(active.dtype.element_ty), mask=kept)
+        begin = active + batch * (sums + room * outputs) + room * outputs
+        tl.store(begin + place, acc.to(active.dtype.element_ty), mask=kept)
 
 
 def _tile(columns: int, inputs: int) -> tuple[int, int, int, int, int]:
-    """Times, columns and inputs at once, warps and stages: the best of eight tried on an H200, by columns."""
-    block = max(_LEAST_COLUMNS, min(128, triton.next_power_of_2(columns)))
+    """Times, columns and inputs at once, warps and stages: the best of eight tried on an H200, by columns, and smaller
+    where less of a tile is then nobody's."""
+    block = max(_LEAST_COLUMNS, _block(columns, 128))
     if block == 64:
         return 128, block, max(16, min(32, triton.next_power_of_2(inputs))), 4, 4
-    return 64, block, max(16, min(64, triton.next_power_of_2(inputs))), 4, 3
+    return 64, block, max(16, _block(inputs, 64)), 4, 3
+
+
+def _block(size: int, most: int) -> int:
+    """A power of two up to ``most``; half of that, where it covers ``size`` with fewer to spare."""
+    if size <= most // 2:
+        return triton.next_power_of_2(size)
+    return most if triton.cdiv(size, most) * 2 == triton.cdiv(size, most // 2) else most // 2
+
+
+def factors() -> torch.dtype:
+    """What convolutions of float32 take their factors as: float16, 10 bits after the point, as cuDNN takes of float32
+    too. Where cuDNN may not (``torch.backends.cudnn.allow_tf32``) they stay float32."""
+    return torch.float16 if torch.backends.cudnn.allow_tf32 else torch.float32
+
+
+def halved(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``dtype``, numbers too large for float16 as its largest; infinities stay."""
+    if dtype == torch.float16:
+        x = torch.where(x.isinf(), x, x.clamp(-_LARGEST_HALF, _LARGEST_HALF))
+    return x.to(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,14 +155,23 @@ class Snake:
     alpha: Tensor
     inverse: Tensor
 
+    @classmethod
+    def none(cls, channels: int, device: torch.device) -> Snake:
+        """Bends nothing: what is activated is the sums as they are, of the weight's type."""
+        zeros = torch.zeros(channels, device=device)
+        return cls(alpha=zeros, inverse=zeros)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Convolution:
-    """A convolution, or a transposed one, of [batch, time, inputs].
+    """A convolution, or a transposed one, of [batch, behind + time, inputs].
 
     ``weight`` [taps, stride * outputs, inputs]: for each input step ``stride`` output steps of ``outputs`` channels, of
     which the first ``crop`` are left away. ``left``: how many input steps before its own the first tap looks. Factors
     are of the weight's type, float16 or float32; sums are float32.
+
+    The input begins with ``behind`` steps that were there before, at whose places otherwise zeros are; what is
+    activated leaves ``room`` for as many as the next one wants, and does not write there.
 
     Of row i the first ``lengths[i] * scale`` steps of the input are there, and what they lead to is written, no more;
     ``lengths`` int32 [batch].
@@ -147,68 +186,140 @@ class Convolution:
     crop: int
     snake: Snake | None
     """Applied to the sums."""
+    behind: int = 0
+    room: int = 0
+    gelu: bool = False
+    """In the snake's place."""
 
     @classmethod
     def of(cls, module: nn.Module, snake: Snake | None, dtype: torch.dtype) -> Convolution:
         """Of a ``Conv1d`` or ``ConvTranspose1d``; raises ``ValueError`` for one that is no codec's: with groups, other
         strides or paddings, or lengths that it does not keep or multiply."""
-        if (
-            not isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
-            or module.groups != 1
-            or module.padding_mode != "zeros"
-        ):
-            raise ValueError(f"{module} is no convolution that pads with zeros and has one group")
-        kernel, stride, dilation = module.kernel_size[0], module.stride[0], module.dilation[0]
-        padding = module.padding[0]
-        found = module.weight.detach().float()
-        bias = found.new_zeros(module.out_channels) if module.bias is None else module.bias.detach().float()
-        if isinstance(module, nn.Conv1d):
-            if stride != 1 or 2 * int(padding) != dilation * (kernel - 1):
+        conv = _checked(module)
+        kernel, stride, dilation = conv.kernel_size[0], conv.stride[0], conv.dilation[0]
+        padding = int(conv.padding[0])
+        if isinstance(conv, nn.Conv1d):
+            if stride != 1 or 2 * padding != dilation * (kernel - 1):
                 raise ValueError(f"{module} does not keep the length")
+            return cls._packed(conv, snake, dtype, left=padding)
+        if dilation != 1 or kernel - stride - 2 * padding + conv.output_padding[0] != 0:
+            raise ValueError(f"{module} does not multiply the length by {stride}")
+        return cls._packed(conv, snake, dtype, left=-(-kernel // stride) - 1, crop=padding)
+
+    @classmethod
+    def causal(
+        cls,
+        module: nn.Module,
+        snake: Snake | None,
+        dtype: torch.dtype,
+        *,
+        past: bool,
+        room: int = 0,
+        crop: int = 0,
+    ) -> Convolution:
+        """Of one that pads nothing, looking back only. ``past``: the input begins with what it looks back to.
+        Raises ``ValueError`` as ``of`` does."""
+        conv = _checked(module)
+        kernel, stride, dilation = conv.kernel_size[0], conv.stride[0], conv.dilation[0]
+        grows = isinstance(conv, nn.ConvTranspose1d)
+        if conv.padding[0] != 0 or (dilation if grows else stride) != 1:
+            raise ValueError(f"{module} pads, or has a stride or dilation that no causal codec has")
+        left = -(-kernel // stride) - 1 if grows else (kernel - 1) * dilation
+        return cls._packed(conv, snake, dtype, left=left, crop=crop, behind=left if past else 0, room=room)
+
+    @classmethod
+    def product(
+        cls,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        snake: Snake | None = None,
+        gelu: bool = False,
+        room: int = 0,
+    ) -> Convolution:
+        """Of each step by itself: ``weight`` [outputs, inputs], ``bias`` [outputs]."""
+        outputs, found = weight.shape[0], weight.detach().float()
+        return cls(
+            weight=halved(found[None], dtype).contiguous(),
+            bias=found.new_zeros(outputs) if bias is None else bias.detach().float().contiguous(),
+            outputs=outputs,
+            dilation=1,
+            left=0,
+            stride=1,
+            crop=0,
+            snake=snake,
+            gelu=gelu,
+            room=room,
+        )
+
+    @classmethod
+    def _packed(
+        cls,
+        conv: nn.Conv1d | nn.ConvTranspose1d,
+        snake: Snake | None,
+        dtype: torch.dtype,
+        *,
+        left: int,
+        crop: int = 0,
+        behind: int = 0,
+        room: int = 0,
+    ) -> Convolution:
+        kernel, stride = conv.kernel_size[0], conv.stride[0]
+        found = conv.weight.detach().float()
+        if isinstance(conv, nn.Conv1d):
             packed = found.permute(2, 0, 1)
-            left, crop = int(padding), 0
         else:
             taps = -(-kernel // stride)
-            if dilation != 1 or kernel - stride - 2 * int(padding) + module.output_padding[0] != 0:
-                raise ValueError(f"{module} does not multiply the length by {stride}")
             whole = found.new_zeros(*found.shape[:2], taps * stride)
             whole[..., :kernel] = found
             # [inputs, outputs, tap, phase] -> [tap, phase, outputs, inputs]; the last tap is the step itself
             packed = whole.unflatten(2, (taps, stride)).permute(2, 3, 1, 0).flip(0).flatten(1, 2)
-            left, crop = taps - 1, int(padding)
-        if dtype == torch.float16:
-            packed = torch.where(packed.isinf(), packed, packed.clamp(-_LARGEST_HALF, _LARGEST_HALF))
+        bias = found.new_zeros(conv.out_channels) if conv.bias is None else conv.bias.detach().float()
         return cls(
-            weight=packed.to(dtype).contiguous(),
+            weight=halved(packed, dtype).contiguous(),
             bias=bias.contiguous(),
-            outputs=module.out_channels,
-            dilation=dilation,
+            outputs=conv.out_channels,
+            dilation=conv.dilation[0],
             left=left,
             stride=stride,
             crop=crop,
             snake=snake,
+            behind=behind,
+            room=room,
         )
 
-    def __call__(self, x: Tensor, lengths: Tensor, scale: int) -> Tensor:
-        """The sums, float32 [batch, time * stride, outputs]."""
-        plain = self._empty(x, torch.float32)
-        self._run(x, lengths, scale, None, plain, None)
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[2]
+
+    def __call__(self, x: Tensor, lengths: Tensor, scale: int, residual: Tensor | None = None) -> Tensor:
+        """The sums, float32 [batch, time * stride, outputs]; ``residual``, of their shape, is added first."""
+        plain = self._plain(x)
+        self._run(x, lengths, scale, residual, plain, None)
         return plain
 
-    def activated(self, x: Tensor, lengths: Tensor, scale: int) -> Tensor:
-        """The sums after the snake, of the weight's type."""
-        active = self._empty(x, self.weight.dtype)
-        self._run(x, lengths, scale, None, None, active)
+    def activated(self, x: Tensor, lengths: Tensor, scale: int, residual: Tensor | None = None) -> Tensor:
+        """The sums after the snake or GELU, of the weight's type: [batch, room + time * stride, outputs]."""
+        active = self._active(x)
+        self._run(x, lengths, scale, residual, None, active)
         return active
 
     def both(self, x: Tensor, lengths: Tensor, scale: int, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Sums and these activated; ``residual``, of the shape of the sums, is added first."""
-        plain, active = self._empty(x, torch.float32), self._empty(x, self.weight.dtype)
+        """Sums and these activated, each as above."""
+        plain, active = self._plain(x), self._active(x)
         self._run(x, lengths, scale, residual, plain, active)
         return plain, active
 
-    def _empty(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty(x.shape[0], x.shape[1] * self.stride, self.outputs, dtype=dtype, device=x.device)
+    def _plain(self, x: Tensor) -> Tensor:
+        return torch.empty(x.shape[0], self._steps(x), self.outputs, dtype=torch.float32, device=x.device)
+
+    def _active(self, x: Tensor) -> Tensor:
+        steps = self.room + self._steps(x)
+        return torch.empty(x.shape[0], steps, self.outputs, dtype=self.weight.dtype, device=x.device)
+
+    def _steps(self, x: Tensor) -> int:
+        return (x.shape[1] - self.behind) * self.stride
 
     def _run(
         self,
@@ -221,10 +332,10 @@ class Convolution:
     ) -> None:
         """Writes to ``plain`` and ``active`` where they are given."""
         need_contiguous(x=x, **({} if residual is None else {"residual": residual}))
-        batch, length, inputs = x.shape
+        batch, length, inputs = x.shape[0], x.shape[1] - self.behind, x.shape[2]
         taps, columns, _ = self.weight.shape
         times, block, at_once, warps, stages = _tile(columns, inputs)
-        reach = taps - 1 if self.stride > 1 else 0
+        reach = -(-self.crop // self.stride)
         snake = self.snake
         _convolve[(triton.cdiv(length + reach, times), triton.cdiv(columns, block), batch)](
             x,
@@ -246,6 +357,8 @@ class Convolution:
             self.left,
             reach,
             self.crop * self.outputs,
+            self.behind,
+            self.room,
             length * self.stride * self.outputs,
             int(residual is not None),
             int(plain is not None),
@@ -254,6 +367,13 @@ class Convolution:
             block,
             at_once,
             _LARGEST_HALF if x.dtype == torch.float16 else float("inf"),
+            self.gelu,
             num_warps=warps,
             num_stages=stages,
         )
+
+
+def _checked(module: nn.Module) -> nn.Conv1d | nn.ConvTranspose1d:
+    if not isinstance(module, nn.Conv1d | nn.ConvTranspose1d) or module.groups != 1 or module.padding_mode != "zeros":
+        raise ValueError(f"{module} is no convolution that pads with zeros and has one group")
+    return module

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sgl_omni.engine.checkpoint import Checkpoint
-from sgl_omni.engine.decoder_graphs import DecoderGraphs
+from sgl_omni.engine.decoder_graphs import DecoderGraphs, doubling
 from sgl_omni.engine.graphs import can_capture
 from sgl_omni.engine.platform import for_kernels
 from sgl_omni.models.defaults import CONTEXT_BYTES
@@ -118,7 +118,7 @@ class CodecDecoder:
         if self._kernels is not None and can_capture(self.device):
             self._graphs = DecoderGraphs(
                 lambda codes, numbers: self._by_kernels(codes, numbers[0]),
-                buckets=[*(1 << i for i in range((windows - 1).bit_length())), windows],
+                buckets=doubling(windows),
                 frames=frames,
                 codebooks=self.spec.num_codebooks,
                 device=self.device,

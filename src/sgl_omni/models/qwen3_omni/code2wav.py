@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from sgl_omni.audio.chunk import audio_chunk
 from sgl_omni.audio.gathering import Gathering
+from sgl_omni.engine.platform import for_kernels
 from sgl_omni.errors import StartupError
 from sgl_omni.models.qwen3_omni.loading import load_part, whole_config
 from sgl_omni.models.qwen3_omni.prompt_spec import SAMPLE_RATE
 from sgl_omni.runtime.stage import Payload, Request, StreamStage
+
+if TYPE_CHECKING:
+    from sgl_omni.models.qwen3_tts.waveform_kernels import WaveformKernels
 
 Codes = NDArray[np.int64]
 Audio = NDArray[np.float32]
@@ -45,7 +51,8 @@ class Cuts:
 
 
 class Vocoder:
-    """Transformers' own Code2Wav. A window of n frames gives n frames' samples, less ``lookahead`` of the last.
+    """Transformers' own Code2Wav, on a GPU by kernels behind its transformer. A window of n frames gives n frames'
+    samples, less ``lookahead`` of the last.
 
     These lean on the frame that follows, so they come with the next window, or never after the last.
     """
@@ -56,6 +63,7 @@ class Vocoder:
         config = whole_config(folder).code2wav_config
         self._model = load_part(Qwen3OmniMoeCode2Wav, config, folder, "code2wav.", device, dtype)
         self._device = device
+        self._kernels = _kernels(self._model) if for_kernels(self._model.code_embedding.weight) else None
         self.codebooks = int(config.num_quantizers)
         self.samples_per_frame = int(self._model.total_upsample)
         two = self.decode([np.zeros((self.codebooks, 2), dtype=np.int64)])[0]
@@ -71,9 +79,27 @@ class Vocoder:
         padded = np.zeros((len(windows), self.codebooks, longest), dtype=np.int64)
         for row, window in zip(padded, windows, strict=True):
             row[:, : window.shape[1]] = window
-        made = self._model(torch.from_numpy(padded).to(self._device))[:, 0].float().cpu().numpy()
+        frames = [window.shape[1] for window in windows]
+        made = self._waveform(torch.from_numpy(padded).to(self._device), frames).float().cpu().numpy()
         spare = [(longest - window.shape[1]) * self.samples_per_frame for window in windows]
         return [audio[: len(audio) - count] for audio, count in zip(made, spare, strict=True)]
+
+    def _waveform(self, codes: Tensor, frames: Sequence[int]) -> Tensor:
+        """codes int64 [batch, codebooks, most frames] -> [batch, samples]"""
+        model, kernels = self._model, self._kernels
+        if kernels is None:
+            found: Tensor = model(codes)[:, 0]
+            return found
+        hidden = model.code_embedding(codes + model.code_offset).mean(1)
+        hidden = model.pre_transformer(inputs_embeds=hidden).last_hidden_state
+        made = kernels(hidden, torch.tensor(frames, dtype=torch.int32, device=codes.device))
+        return made[:, : made.shape[1] - kernels.lookahead].clamp(-1, 1)
+
+
+def _kernels(model: Any) -> WaveformKernels:
+    from sgl_omni.models.qwen3_tts.waveform_kernels import WaveformKernels
+
+    return WaveformKernels(model.upsample, model.decoder, streams=False)
 
 
 @dataclass(slots=True)

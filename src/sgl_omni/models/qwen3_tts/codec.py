@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil, prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from sgl_omni.audio.causal import CausalStream, Codes, Layout, Pieces, filled_up
+from sgl_omni.audio.causal import Batch, CausalStream, Codes, Layout, Pieces, filled_up
 from sgl_omni.engine.checkpoint import Checkpoint, Slot, read_config
+from sgl_omni.engine.graphs import can_capture
+from sgl_omni.engine.platform import for_kernels
 from sgl_omni.engine.rope import Rope
 from sgl_omni.engine.rope_config import RopeConfig
 from sgl_omni.errors import StartupError
@@ -26,6 +28,10 @@ from sgl_omni.models.qwen3_tts.codec_layers import (
     UpsampleBlock,
     WindowAttention,
 )
+
+if TYPE_CHECKING:
+    from sgl_omni.models.qwen3_tts.codec_kernels import CodecKernels
+    from sgl_omni.models.stream_graphs import StreamGraphs
 
 
 class TransformerLayer(nn.Module):
@@ -47,7 +53,7 @@ class TransformerLayer(nn.Module):
         self.self_attn_layer_scale = Scale(width)
         self.mlp_layer_scale = Scale(width)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], near: Tensor, pieces: Pieces) -> Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], near: Tensor, pieces: Batch) -> Tensor:
         x = x + self.self_attn_layer_scale(self.self_attn(self.input_layernorm(x), rotation, near, pieces))
         found: Tensor = x + self.mlp_layer_scale(self.mlp(self.post_attention_layernorm(x)))
         return found
@@ -67,13 +73,20 @@ class Transformer(nn.Module):
         self._head_dim, self._window = head_dim(config), config["sliding_window"]
         self._rope: Rope | None = None
 
-    def forward(self, x: Tensor, pieces: Pieces) -> Tensor:
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of positions int64 [batch, n], each [batch, n, 1, head_dim / 2]."""
         if self._rope is None:
-            self._rope = Rope(self._rope_config, self._head_dim, x.device)
-        batch, n, _ = x.shape
-        cosine, sine = self._rope(pieces.positions(n).view(1, -1), x.dtype)
-        rotation = cosine.view(batch, n, 1, -1), sine.view(batch, n, 1, -1)
-        near = pieces.near(self._window, n)
+            self._rope = Rope(self._rope_config, self._head_dim, positions.device)
+        cosine, sine = self._rope(positions.reshape(1, -1), dtype)
+        return cosine.view(*positions.shape, 1, -1), sine.view(*positions.shape, 1, -1)
+
+    def near(self, batch: Batch, n: int) -> Tensor:
+        """What each of the next n places sees."""
+        return batch.near(self._window, n)
+
+    def forward(self, x: Tensor, pieces: Batch) -> Tensor:
+        n = x.shape[1]
+        rotation, near = self.rotation(pieces.positions(n), x.dtype), self.near(pieces, n)
         x = self.input_proj(x)
         for layer in self.layers:
             x = layer(x, rotation, near, pieces)
@@ -116,6 +129,8 @@ class CodecDecoder(nn.Module):
         self.decoder = nn.ModuleList([self._ends[0], *self._blocks, *self._ends[1:]])
         self._context = self._frames_behind()
         self._layout = Layout({part: part.kept for part in self.modules() if hasattr(part, "kept")})
+        self._kernels: CodecKernels | None = None
+        self._graphs: StreamGraphs | None = None
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> CodecDecoder:
@@ -132,7 +147,25 @@ class CodecDecoder(nn.Module):
         fill(decoder, checkpoint, "decoder.", ignore=ignored)  # on the meta device: only a check
         decoder = decoder.to_empty(device=device).eval().requires_grad_(False)
         fill(decoder, checkpoint, "decoder.", ignore=ignored)
+        if for_kernels(decoder.pre_conv.conv.weight):
+            decoder._take_kernels()
         return decoder
+
+    def _take_kernels(self) -> None:
+        from sgl_omni.models.qwen3_tts.codec_kernels import CodecKernels
+
+        self._kernels = CodecKernels(self)
+        self._layout = Layout(self._kernels.kept())
+
+    def capture(self, streams: int, frames: int) -> None:
+        """On a GPU, takes what pieces of up to so many streams, of up to so many frames, go through into graphs.
+        Decoding is for one thread at a time afterwards."""
+        if self._kernels is None or not can_capture(self.device):
+            return
+        from sgl_omni.models.stream_graphs import StreamGraphs
+
+        sizes = {"streams": streams, "frames": frames, "codebooks": self.num_codes}
+        self._graphs = StreamGraphs(self._decoded, self._layout, device=self.device, **sizes)
 
     @property
     def device(self) -> torch.device:
@@ -145,8 +178,10 @@ class CodecDecoder(nn.Module):
     def forward(self, codes: Sequence[Codes], streams: Sequence[CausalStream]) -> list[Tensor]:
         """The next codes [frames, num_codes] of as many streams -> float32 [samples] of each, about -1 to 1, on the
         host."""
+        if self._graphs is not None and self._graphs.holds(codes):
+            return [torch.from_numpy(samples) for samples in self._graphs(codes, streams)]
         pieces = Pieces(self._layout, streams, [len(each) for each in codes])
-        audio = self._waveform(self._latent(codes, pieces), pieces).cpu()
+        audio = self._decoded(filled_up(codes).to(self.device), pieces).cpu()
         pieces.finish()
         return [row[: len(each) * self.samples_per_frame] for row, each in zip(audio, codes, strict=True)]
 
@@ -154,15 +189,24 @@ class CodecDecoder(nn.Module):
     def prime(self, codes: Sequence[Codes], streams: Sequence[CausalStream]) -> None:
         """As if these frames had been decoded first, of which nobody wants the audio: only the last of it is made."""
         pieces = Pieces(self._layout, streams, [len(each) for each in codes])
-        self._waveform(pieces.keep_last(self._latent(codes, pieces), self._context), pieces)
+        latent = self._network.latent(filled_up(codes).to(self.device), pieces)
+        self._network.waveform(pieces.keep_last(latent, self._context), pieces)
         pieces.finish()
 
-    def _latent(self, codes: Sequence[Codes], pieces: Pieces) -> Tensor:
-        x = self.pre_conv(self.quantizer(filled_up(codes).to(self.device)), pieces)
+    @property
+    def _network(self) -> CodecDecoder | CodecKernels:
+        return self if self._kernels is None else self._kernels
+
+    def _decoded(self, codes: Tensor, pieces: Batch) -> Tensor:
+        return self._network.waveform(self._network.latent(codes, pieces), pieces)
+
+    def latent(self, codes: Tensor, pieces: Batch) -> Tensor:
+        """codes int64 [batch, frames, num_codes] -> [batch, latent, frames]"""
+        x = self.pre_conv(self.quantizer(codes), pieces)
         latent: Tensor = self.pre_transformer(x.transpose(1, 2), pieces)
         return latent.transpose(1, 2)
 
-    def _waveform(self, x: Tensor, pieces: Pieces) -> Tensor:
+    def waveform(self, x: Tensor, pieces: Batch) -> Tensor:
         """[batch, latent, frames] -> [batch, samples]"""
         first, snake, last = self._ends
         for grow, convnext in self._grown:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sgl_omni.audio.causal import Pieces
+from sgl_omni.audio.causal import Batch
 from sgl_omni.engine.rope import rotate
 
 
@@ -22,7 +22,7 @@ class CausalConv(nn.Module):
         self.left = (kernel - 1) * dilation
         self.kept = inputs, self.left
 
-    def forward(self, x: Tensor, pieces: Pieces) -> Tensor:
+    def forward(self, x: Tensor, pieces: Batch) -> Tensor:
         found: Tensor = self.conv(pieces.behind(self, x) if self.left else x)
         return found
 
@@ -37,7 +37,7 @@ class CausalUpsample(nn.Module):
         self.left = -(-kernel // stride) - 1
         self.kept = inputs, self.left
 
-    def forward(self, x: Tensor, pieces: Pieces) -> Tensor:
+    def forward(self, x: Tensor, pieces: Batch) -> Tensor:
         start, length = self.left * self.stride, x.shape[-1] * self.stride
         found: Tensor = self.conv(pieces.behind(self, x) if self.left else x)[..., start : start + length]
         return found
@@ -68,7 +68,7 @@ class ConvNeXtBlock(nn.Module):
         self.pwconv2 = nn.Linear(4 * width, width)
         self.gamma = nn.Parameter(torch.empty(width))
 
-    def forward(self, x: Tensor, pieces: Pieces) -> Tensor:
+    def forward(self, x: Tensor, pieces: Batch) -> Tensor:
         y = self.norm(self.dwconv(x, pieces).transpose(1, 2))
         y = self.gamma * self.pwconv2(F.gelu(self.pwconv1(y)))
         found: Tensor = x + y.transpose(1, 2)
@@ -83,7 +83,7 @@ class ResidualUnit(nn.Module):
         self.act2 = SnakeBeta(channels)
         self.conv2 = CausalConv(channels, channels, 1)
 
-    def forward(self, x: Tensor, pieces: Pieces) -> Tensor:
+    def forward(self, x: Tensor, pieces: Batch) -> Tensor:
         y = self.conv1(self.act1(x), pieces)
         found: Tensor = self.conv2(self.act2(y), pieces)
         return x + found
@@ -99,7 +99,7 @@ class UpsampleBlock(nn.Module):
         self.block = nn.ModuleList([snake, grow, *units])
         self.parts = snake, grow, units
 
-    def forward(self, x: Tensor, pieces: Pieces) -> Tensor:
+    def forward(self, x: Tensor, pieces: Batch) -> Tensor:
         snake, grow, units = self.parts
         x = grow(snake(x), pieces)
         for unit in units:
@@ -119,7 +119,7 @@ class WindowAttention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], near: Tensor, pieces: Pieces) -> Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], near: Tensor, pieces: Batch) -> Tensor:
         heads = (*x.shape[:2], -1, self._head_dim)
         q, k = rotate(self.q_proj(x).view(heads), rotation), rotate(self.k_proj(x).view(heads), rotation)
         found: Tensor = self.o_proj(pieces.attention(self, q, k, self.v_proj(x).view(heads), near))
@@ -161,10 +161,14 @@ class Quantizer(nn.Module):
     def forward(self, codes: Tensor) -> Tensor:
         """codes int64 [batch, time, books] -> [batch, output_size, time]."""
         if self._table is None:  # once: the entries lie on disk as sums and counts
-            self._table = torch.stack([book._codebook.entries() for book in self._books])
+            self._table = self.entries()
         books = torch.arange(codes.shape[-1], device=codes.device)
         found: Tensor = self.output_proj(self._table[books, codes].sum(-2).transpose(1, 2))
         return found
+
+    def entries(self) -> Tensor:
+        """[books, size, width]"""
+        return torch.stack([book._codebook.entries() for book in self._books])
 
 
 class _Book(nn.Module):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_omni.errors import StartupError
 from sgl_omni.models.defaults import most_streams
-from sgl_omni.models.qwen3_tts.facts import BASE, SPEECH_TOKENIZER, ModelFacts
+from sgl_omni.models.qwen3_tts.facts import BASE, MOST_FRAMES, SPEECH_TOKENIZER, ModelFacts
 from sgl_omni.runtime.stage import EngineStage, FunctionStage, StreamStage
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def create_vocoder(
 
     facts, most = ModelFacts.load(model_path), most_streams(max_batch, device)
     codec = CodecDecoder.load(facts.folder / SPEECH_TOKENIZER, device)
+    codec.capture(most, MOST_FRAMES)
     return rehearsed(Vocoder(codec, facts.sample_rate, num_threads, most), codec.num_codes)
 
 
