@@ -22,7 +22,7 @@ from sgl_omni.engine.moe import routed_one_by_one
 from sgl_omni.engine.ops import rms_norm
 from sgl_omni.engine.rope import rotate
 from sgl_omni.engine.row_attention import RowLayout, Tiled, TorchRowAttention, TritonRowAttention
-from sgl_omni.engine.sampler import sample_masked, seed_key, step_keys
+from sgl_omni.engine.sampler import is_no_choice, sample_masked, seed_key, step_keys
 
 PAGE = 4
 NO_TILES = (torch.zeros(2, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int64))
@@ -168,6 +168,11 @@ def check_sampling(
     for bad in (torch.nan, torch.inf, -torch.inf):
         ids = sampling.sample(torch.full_like(moved[0], bad), *moved[1:], first_column)
         assert 0 <= int(ids.min()) <= int(ids.max()) < vocabulary, "whatever the logits are, an id is one"
+    odd = moved[0][:, :1].clone()
+    odd[0, 0, 3], odd[1, 0, 7], odd[2], odd[3, :, 1:] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    lost = torch.zeros(rows, dtype=torch.int32, device=device)
+    sampling.sample(odd, *moved[1:], first_column, lost)
+    assert lost.nonzero()[:, 0].tolist() == is_no_choice(odd).nonzero()[:, 0].tolist() == [0, 1, 2]
     return sampling.sample(*moved, first_column).cpu(), expected
 
 

@@ -36,10 +36,12 @@ def _sample(
     rows,
     ends,
     out,
+    lost,
     vocabulary,
     columns,
     width,
     first_column,
+    NOTES: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
@@ -55,6 +57,10 @@ def _sample(
     i = tl.arange(0, BLOCK)
     inside = i < vocabulary
     x = tl.load(logits + (row * columns + column) * vocabulary + i, mask=inside, other=float("-inf")).to(tl.float32)
+    if NOTES:
+        # Forbidden, a number, or neither: there is a choice where a number is the most of all.
+        kind = tl.max(tl.where(x < float("inf"), tl.where(x > float("-inf"), 1, 0), 2), 0)
+        tl.store(lost + row, 1, mask=kind != 1)
     temperature = tl.load(state + TEMPERATURE).to(tl.float32, bitcast=True)
     top_k = tl.load(state + TOP_K)
     if (temperature == 0) | (top_k == 1):
@@ -92,12 +98,14 @@ def _sample(
     tl.store(out + row * columns + column, tl.minimum(drawn, vocabulary - 1).to(tl.int64))
 
 
-def sample(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, first_column: int = 0) -> Tensor:
+def sample(
+    logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, first_column: int = 0, lost: Tensor | None = None
+) -> Tensor:
     """As ``sgl_omni.engine.sampler.sample_masked``, with the options of the state.
 
     logits [s, columns, vocabulary], fields int32 (``DeviceRows``), rows int64 [n], ends int64 [s]: the state of
     logits i is in row ``rows[ends[i]]`` -> ids int64 [s, columns]. Of logits that are no numbers comes some id of the
-    vocabulary.
+    vocabulary; ``lost`` int32 [s], where it is given, becomes 1 there.
     """
     s, columns, vocabulary = logits.shape
     out = torch.empty(s, columns, dtype=torch.int64, device=logits.device)
@@ -108,10 +116,12 @@ def sample(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, first_col
         rows,
         ends,
         out,
+        out if lost is None else lost,
         vocabulary,
         columns,
         fields.shape[1],
         first_column,
+        lost is not None,
         int(Field.TEMPERATURE),
         int(Field.TOP_K),
         int(Field.TOP_P),
