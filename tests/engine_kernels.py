@@ -27,7 +27,7 @@ from sgl_omni.engine.pairs import rotate_pairs, rotation_of
 from sgl_omni.engine.repetition import penalise
 from sgl_omni.engine.rope import rotate
 from sgl_omni.engine.row_attention import RowLayout, Tiled, TorchRowAttention, TritonRowAttention
-from sgl_omni.engine.sampler import sample_masked, seed_key, step_keys
+from sgl_omni.engine.sampler import is_no_choice, sample_masked, seed_key, step_keys
 
 PAGE = 4
 NO_TILES = (torch.zeros(2, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int64))
@@ -223,6 +223,11 @@ def check_sampling(
     moved_bad = bad[:, None, None].expand(logits.shape).to(device, dtype).contiguous()  # each with every option
     ids = sampling.sample(moved_bad, *moved[1:], first_column)
     assert 0 <= int(ids.min()) <= int(ids.max()) < vocabulary, "whatever the logits are, an id is one"
+    odd = moved[0][:, :1].clone()
+    odd[0, 0, 3], odd[1, 0, 7], odd[2], odd[3, :, 1:] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    lost = torch.zeros(rows, dtype=torch.int32, device=device)
+    sampling.sample(odd, *moved[1:], first_column, lost)
+    assert lost.nonzero()[:, 0].tolist() == is_no_choice(odd).nonzero()[:, 0].tolist() == [0, 1, 2]
     return sampling.sample(*moved, first_column).cpu(), expected
 
 

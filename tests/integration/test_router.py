@@ -233,12 +233,44 @@ async def test_a_refused_connection_is_tried_elsewhere_and_evicts_at_once(begin:
     await dead.start()
 
 
-async def test_a_request_whose_bytes_have_left_is_never_sent_twice(begin: Begin) -> None:
-    one, other = StandIn("one"), StandIn("other")
-    router = await begin(one, other)
-    answers = [await router.client.post("/break/before", content=b"x") for _ in range(4)]
-    assert [a.status_code for a in answers] == [502] * 4
-    assert len(one.got) + len(other.got) == 4
+async def test_a_worker_that_is_lost_before_it_answers_costs_nobody_an_answer(begin: Begin) -> None:
+    doomed, other = StandIn("doomed"), StandIn("other")
+    router = await begin(doomed, other, policy="fill_first", thresholds=Thresholds(failures=99))
+    doomed.dying = True
+    bodies = [b"%d" % i * 1000 for i in range(8)]
+    answers = [await router.client.post("/x", content=body, headers={"X-Request-Id": "same"}) for body in bodies]
+    assert [(a.status_code, a.content) for a in answers] == [(200, body) for body in bodies]
+    assert [(g.body, g.headers["x-request-id"]) for g in doomed.got] == [(body, "same") for body in bodies]
+    assert doomed.got == other.got
+    assert (await router.client.get("/who")).text == "other"
+    assert router.router.dispatcher.tally.retries == len(bodies) + 1
+    outcomes = {w.address.url: w.outcomes for w in router.router.workers}
+    assert (outcomes[doomed.url]["lost"], outcomes[other.url]["ok"]) == (9, 9)
+
+
+async def test_a_request_has_two_workers_at_most(begin: Begin) -> None:
+    workers = [StandIn(name) for name in "abc"]
+    router = await begin(*workers, thresholds=Thresholds(failures=99))
+    for worker in workers:
+        worker.dying = True
+    answers = [await router.client.post("/x", content=b"x") for _ in range(4)]
+    assert [(a.status_code, a.json()["error"]["code"]) for a in answers] == [(502, "worker_lost")] * 4
+    assert sum(len(worker.got) for worker in workers) == 8
+
+
+async def test_what_was_passed_on_as_it_came_is_never_sent_twice(begin: Begin) -> None:
+    doomed, other = StandIn("doomed"), StandIn("other")
+    router = await begin(doomed, other, policy="fill_first")
+    doomed.dying = True
+
+    async def upload() -> AsyncIterator[bytes]:
+        for _ in range(30):
+            yield b"x" * 10000
+            await asyncio.sleep(0.001)
+
+    answer = await router.client.post("/x", content=upload())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_lost")
+    assert (len(doomed.got), other.got) == (1, [])
 
 
 async def test_eviction_and_return_by_half_open(begin: Begin) -> None:

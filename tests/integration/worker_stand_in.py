@@ -25,6 +25,8 @@ class StandIn:
     name: str = "a"
     port: int = 0
     healthy: bool = True
+    dying: bool = False
+    """Ends the connection of whoever asks for something, without a word."""
     got: list[Got] = field(default_factory=list)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,6 +60,8 @@ class StandIn:
                 path = line.split()[1]
                 if path not in ("/health", "/metrics"):
                     self.got.append(got)
+                    if self.dying:
+                        break
                 if not await self._answer(path, got, reader, writer):
                     break
         except (ConnectionError, asyncio.IncompleteReadError):

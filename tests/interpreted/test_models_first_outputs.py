@@ -127,3 +127,22 @@ def test_drawn_frames_are_those_of_plain_torch(csm: Csm, seed: int) -> None:
     drawn = {**csm.cases[name].payload, "temperature": 1.3, "top_k": 9, "top_p": 0.9, "seed": seed}
     found = [first_codes(test_csm.engine_for(csm.model, rows), {name: drawn})[name] for rows in (False, True)]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.3, "top_k": 9, "seed": 1}], ids=["greedy", "drawn"])
+def test_a_frame_that_cannot_be_completed_fails_its_request(csm: Csm, options: dict[str, Any]) -> None:
+    """The kernel that chooses says so."""
+    engine = test_csm.engine_for(csm.model, True)
+    head = csm.model.depth.heads[0]
+    with torch.no_grad():
+        kept = head.clone()
+        head[:, 0] = torch.nan  # of one code: numpy, which stands for the GPU, takes no maximum of nothing but these
+    try:
+        engine.add("a", {**next(iter(csm.cases.values())).payload, **options})
+        outputs = [output for step in iter(lambda: engine.step() if engine.has_work else None, None) for output in step]
+    finally:
+        with torch.no_grad():
+            head.copy_(kept)
+    assert [str(output.error) for output in outputs] == [
+        "the logits are not all finite: the model's weights may be damaged"
+    ]

@@ -6,6 +6,8 @@ import inspect
 import json
 import re
 import shutil
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -150,6 +152,27 @@ def rewrite(folder: Path, name: str, value: Tensor | None) -> Path:
         tensors[name] = value
     save_file(tensors, file)
     return file
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_headers_and_templates_are_read_once_before_the_start(family: str, whole: Callable[[str], Path]) -> None:
+    folder = whole(family)
+    cls = PipelineRegistry().by_model(str(folder))
+    assert cls is not None
+    opened: Counter[str] = Counter()
+    is_on = True
+
+    def note(event: str, given: tuple[object, ...]) -> None:
+        if is_on and event == "open" and str(given[0]).startswith(str(folder)):
+            opened[str(given[0])] += 1
+
+    sys.addaudithook(note)  # there is no way to take it away again
+    cls.tasks(str(folder))
+    is_on = False
+    files = {str(file): file.suffix for file in folder.rglob("*") if file.suffix in (".safetensors", ".jinja")}
+    read = {name: count for name, count in opened.items() if name in files}
+    assert set(read.values()) == {1}, read
+    assert {name for name, kind in files.items() if kind == ".safetensors"} <= read.keys()
 
 
 @pytest.mark.parametrize("family", BUILDERS)

@@ -46,6 +46,23 @@ def test_choices_from_a_large_vocabulary_compile_for_a_gpu(bits: int) -> None:
         assert compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
+@pytest.mark.parametrize("notes", [False, True])
+def test_the_kernel_that_chooses_compiles_for_a_gpu(notes: bool) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sgl_omni.engine.kernels import sampling
+
+    constants = {"NOTES": notes, "TEMPERATURE": 5, "TOP_K": 6, "TOP_P": 7, "SEED": 8, "STEP": 2, "DRAWN": 9}
+    constants |= {"BITS": 16, "BLOCK": 2048}
+    types = dict.fromkeys(("rows", "ends", "out"), "*i64") | {"logits": "*bf16", "fields": "*i32", "lost": "*i32"}
+    names = sampling._sample.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    done = compile(ASTSource(sampling._sample, signature, places), target=GPUTarget("cuda", 90, 32))
+    assert done.asm["ptx"].count("st.global.b32") == notes, "besides the id, one word is written where it is asked for"
+
+
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 def test_the_attention_kernels_compile_for_a_gpu(tiled: bool, split: bool) -> None:

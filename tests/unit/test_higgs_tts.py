@@ -429,7 +429,7 @@ def test_a_missing_file_is_named(copy: Any, kind: str, name: str, words: str) ->
     target = folder / name
     shutil.rmtree(target) if target.is_dir() else target.unlink()
     with pytest.raises(InvalidRequest, match=words):
-        HiggsCheckpoint.load(str(folder))
+        HiggsTtsPipelineConfig.tasks(str(folder))
 
 
 def test_a_truncated_file_is_named(copy: Any) -> None:
@@ -437,7 +437,7 @@ def test_a_truncated_file_is_named(copy: Any) -> None:
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(100_000)
     with pytest.raises(InvalidRequest, match=r"model\.safetensors has 100000 bytes.*truncated"):
-        HiggsCheckpoint.load(str(folder))
+        HiggsTtsPipelineConfig.tasks(str(folder))
 
 
 def test_a_tensor_that_is_missing_or_unknown_is_named(copy: Any) -> None:

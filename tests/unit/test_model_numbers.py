@@ -88,7 +88,7 @@ def names(message: str, folder: Path, file: Path, at: Place, value: Any) -> bool
 def _weights_and_templates_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models_folder, "read_headers", cache(read_headers))
     tried = cache(try_template)
-    monkeypatch.setattr(tokens, "try_template", lambda folder, messages: tried(folder))
+    monkeypatch.setattr(tokens, "try_template", lambda folder, messages, is_needed: tried(folder))
 
 
 @pytest.mark.parametrize("family", BUILDERS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sgl_omni.runtime.child import describe_exit
 from sgl_omni.runtime.coordinator import ReplicaPicker
-from sgl_omni.runtime.supervisor import describe_exit
 from sgl_omni.runtime.wiring import Wiring, cut_others, load_object
 from sgl_omni.topology.plan import Plan, ProcessPlan, StagePlan, instance_name
 

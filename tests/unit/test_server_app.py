@@ -1,4 +1,5 @@
 import asyncio
+import json
 import signal
 
 import httpx
@@ -167,3 +168,65 @@ async def test_an_ipv6_address_has_brackets(backend):
             HttpServer(create_app(backend, Tasks(speech=TASK), "org/demo"), sock).url
             == f"http://[::1]:{sock.getsockname()[1]}"
         )
+
+
+async def raw(server: HttpServer, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    writer.write(request)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    return answer
+
+
+LONG = b"y" * 70000
+CHUNKED = (
+    b"POST /v1/audio/speech HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "code"),
+    [
+        (b"nonsense\r\n\r\n", b"400 Bad Request", "invalid_request"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"400 Bad Request", "invalid_request"),
+        (b"GET /health HTTP/1.1\r\nno colon here\r\n\r\n", b"400 Bad Request", "invalid_request"),
+        (b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n", b"400 Bad Request", "invalid_request"),
+        (
+            b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: " + b"9" * 30 + b"\r\n\r\n",
+            b"400 Bad Request",
+            "invalid_request",
+        ),
+        (b"GET http://[ HTTP/1.1\r\nhost: x\r\n\r\n", b"400 Bad Request", "invalid_request"),
+        (CHUNKED + b"no length\r\n", b"400 Bad Request", "invalid_request"),
+        (
+            b"GET /" + LONG + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+            b"431 Request Header Fields Too Large",
+            "request_too_large",
+        ),
+        (
+            b"GET /health HTTP/1.1\r\nx: " + LONG + b"\r\n\r\n",
+            b"431 Request Header Fields Too Large",
+            "request_too_large",
+        ),
+        (
+            b"POST /x HTTP/1.1\r\nx: " + LONG + b"\r\ncontent-length: 2\r\n\r\n{}",
+            b"431 Request Header Fields Too Large",
+            "request_too_large",
+        ),
+        (b"GET /health HTTP/1.1\r\nx: " + LONG * 60, b"431 Request Header Fields Too Large", "request_too_large"),
+    ],
+)
+async def test_what_is_no_request_has_the_one_shape_of_errors(backend, request_bytes, status, code):
+    server = HttpServer(create_app(backend, Tasks(speech=TASK), "org/demo"), bind("127.0.0.1", 0))
+    running = asyncio.create_task(server.run())
+    head, _, body = (await raw(server, request_bytes)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status + b"\r\n") and b"content-type: application/json" in head
+    error = json.loads(body)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, code)
+    assert len(error["message"]) < 300
+    good = await raw(
+        server, b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 60000 + b"\r\nconnection: close\r\n\r\n"
+    )
+    assert good.startswith(b"HTTP/1.1 200 OK\r\n"), "the server goes on, and a long head is no fault"
+    server.stop()
+    await asyncio.wait_for(running, 5)

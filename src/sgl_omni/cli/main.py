@@ -6,6 +6,11 @@ import importlib
 import os
 import sys
 
+from sgl_omni.cli import signals
+
+if sys.argv[1:2] == ["serve"]:
+    signals.leave_at_once()  # before all that takes time
+
 import click
 
 from sgl_omni import __version__

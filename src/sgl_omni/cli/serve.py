@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from sgl_omni.cli import signals
 from sgl_omni.cli.config import once
 from sgl_omni.cli.options import SECONDS, SECONDS_OR_NONE
 from sgl_omni.errors import StartupError
@@ -130,7 +130,11 @@ def command(
     from sgl_omni.media.source import MediaSource
 
     media = MediaSource(allowed_media_domains, allowed_local_media_path)
-    sys.exit(uvloop.run(serve(plan, tasks, names, media, host=host, port=port, **limits)))
+    try:
+        status = uvloop.run(serve(plan, tasks, names, media, host=host, port=port, **limits))
+    finally:
+        signals.leave_alone()
+    sys.exit(status)
 
 
 def prepare(
@@ -184,6 +188,8 @@ async def serve(
 
     sock = bind(host, port)  # before any process exists
     stopping = asyncio.Event()
+    kills: list[Callable[[], None]] = []
+    _on_signals(stopping, kills)
     pipeline = Pipeline(
         plan,
         max_in_flight=max_in_flight,
@@ -192,7 +198,7 @@ async def serve(
         liveness_timeout=liveness_timeout or None,
     )
     http = HttpServer(create_app(pipeline, tasks, names[0], aliases=names[1:], media=media), sock, grace=1.0)
-    _on_signals(stopping, pipeline, http.kill)
+    kills += [pipeline.kill, http.kill]
     serving = asyncio.create_task(http.run())
     try:
         if not await _start(pipeline, stopping):
@@ -232,14 +238,14 @@ async def _start(pipeline: Pipeline, stopping: asyncio.Event) -> bool:
     return False
 
 
-def _on_signals(stopping: asyncio.Event, pipeline: Pipeline, kill_http: Callable[[], None]) -> None:
+def _on_signals(stopping: asyncio.Event, kills: Sequence[Callable[[], None]]) -> None:
+    """The first signal sets ``stopping``, each further one calls ``kills``."""
+
     def on_signal() -> None:
         if not stopping.is_set():
             stopping.set()
             return
-        pipeline.kill()
-        kill_http()
+        for kill in kills:
+            kill()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    signals.tell(asyncio.get_running_loop(), on_signal)

@@ -19,6 +19,9 @@ _SIZE = re.compile(r"([0-9]{1,12})(KiB|MiB|GiB|TiB)")
 _CORES = re.compile(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*")
 T = TypeVar("T")
 
+MAX_COPIES = 256
+"""Replicas of a Process, or ranks of a stage: OS processes, of which no host of today has room for more."""
+
 
 def shown(value: object) -> str:
     """A value as an error message quotes it: as YAML writes it, bounded, and on one line."""
@@ -56,6 +59,13 @@ def number(value: object) -> float:
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()) and math.isfinite(float(value)):
         return float(value)
     raise _wrong("a number", value)
+
+
+def _copies(value: object) -> int:
+    copies = whole(value)
+    if not 1 <= copies <= MAX_COPIES:
+        raise _wrong(f"a whole number from 1 to {MAX_COPIES}", value)
+    return copies
 
 
 def _percentage(value: object) -> int:
@@ -210,6 +220,7 @@ _INT_LIST: dict[str, Any] = {"type": "array", "items": {"type": "integer", "mini
 _TEXT_LIST: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
 
 PositiveInt = Annotated[int, PlainValidator(at_least(1)), _schema("integer", minimum=1)]
+Copies = Annotated[int, PlainValidator(_copies), _schema("integer", minimum=1, maximum=MAX_COPIES)]
 Percentage = Annotated[int, PlainValidator(_percentage), _schema("integer", minimum=1, maximum=100)]
 Fraction = Annotated[float, PlainValidator(_fraction), _schema("number", exclusiveMinimum=0, maximum=1)]
 OpenFraction = Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from sgl_omni.config.scalars import (
+    Copies,
     CoreSets,
     Devices,
     EnvValue,
@@ -67,8 +68,8 @@ class StageConfig(_Section):
         default=None, description="Name of the Process that the stage runs in. Stages of one name share an OS process."
     )
     gpu: Devices | None = Field(default=None, description="GPU id; for a TP stage one per rank; null for a CPU stage.")
-    tp_size: PositiveInt = Field(
-        default=1, description="Ranks of a tensor-parallel stage; each is an OS process of its own."
+    tp_size: Copies = Field(
+        default=1, description="Ranks of a tensor-parallel stage, 256 at most; each is an OS process of its own."
     )
     gpu_memory_fraction: Fraction | None = Field(
         default=None,
@@ -106,7 +107,7 @@ class StageConfig(_Section):
 class ProcessConfig(_Section):
     """Copies and placement of one Process."""
 
-    num_replicas: PositiveInt = Field(default=1, description="Copies of the whole Process.")
+    num_replicas: Copies = Field(default=1, description="Copies of the whole Process, 256 at most.")
     replica_devices: Devices | None = Field(
         default=None, description="GPU id of each replica (TP size T: N x T ids). Overrides the stages' `gpu`."
     )

@@ -18,8 +18,9 @@ from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.fixed_cache import FixedCache
 from sgl_omni.engine.layers import parameter
+from sgl_omni.engine.request import LOST
 from sgl_omni.engine.row_state import RowState
-from sgl_omni.engine.sampler import SamplingBatch, sample
+from sgl_omni.engine.sampler import SamplingBatch, is_no_choice, sample
 from sgl_omni.engine.shard import Shard
 
 Choose = Callable[[Tensor, int], Tensor]
@@ -28,6 +29,25 @@ Choose = Callable[[Tensor, int], Tensor]
 
 def greedy(logits: Tensor, index: int) -> Tensor:
     return logits.argmax(-1)
+
+
+class LostRows:
+    """The rows of which a code was to be chosen from logits that are not finite; the loop goes on with some code."""
+
+    def __init__(self, like: Tensor) -> None:
+        """``like`` [n, ...]: on the device and of as many rows."""
+        self._lost = torch.zeros(like.shape[0], 1, dtype=torch.bool, device=like.device)
+
+    def noting(self, choose: Choose) -> Choose:
+        def noted(logits: Tensor, index: int) -> Tensor:
+            self._lost |= is_no_choice(logits[:, None])
+            return choose(logits, index)
+
+        return noted
+
+    def mark(self, rows: Tensor) -> Tensor:
+        """Whole rows int64 [n, columns], ``LOST`` in all columns of these."""
+        return rows.masked_fill(self._lost, LOST)
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,8 @@ class DeviceStep:
         is_lost = is_no_choice(logits)
         ids = state.choose(model.rule_rows(logits, state))
         ids, own_ends = model.finish_rows(ids, chosen_from, state)
+        if state.lost is not None:
+            is_lost |= state.lost[:, None] != 0
         ids = advance_rows(ids, inputs, positions, fields, model.pattern, self._delays)
         if own_ends is not None:
             fields[:, Field.END].index_copy_(0, inputs.targets, own_ends.to(torch.int32))

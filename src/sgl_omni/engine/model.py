@@ -126,7 +126,10 @@ class StepModel(ABC):
         return None
 
     def complete(self, rows: Tensor, hidden: Tensor, requests: Sequence[Request]) -> Tensor:
-        """The whole rows, where only some columns were sampled: a code predictor's inner loop."""
+        """The whole rows, where only some columns were sampled: a code predictor's inner loop.
+
+        ``LOST`` in all columns of a row of which one was to be chosen from logits that are not finite.
+        """
         return rows
 
     def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
@@ -136,6 +139,7 @@ class StepModel(ABC):
     def finish_rows(self, ids: Tensor, hidden: Tensor, state: RowState) -> tuple[Tensor, Tensor | None]:
         """``complete`` in device rows, likewise: the sampled ids [s, ...] -> whole rows int64 [s, columns].
 
+        What it samples it samples by `RowState.choose_own` or `choose_by`, which note logits that are not finite.
         And int64 [s] to be kept as ``RowState.ends``, where that is the model's own and not its ``pattern``'s.
         """
         return ids, None

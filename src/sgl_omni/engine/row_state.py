@@ -11,9 +11,10 @@ from torch import Tensor
 from sgl_omni.engine.device_rows import DeviceRows, Field, float_bits, float_of
 from sgl_omni.engine.platform import for_kernels
 from sgl_omni.engine.repetition import penalise
-from sgl_omni.engine.sampler import sample_masked, step_keys
+from sgl_omni.engine.sampler import is_no_choice, sample_masked, step_keys
 
 Choose = Callable[[Tensor, int], Tensor]
+"""Logits [s, columns, vocabulary], and which column of a row the first of them is -> ids int64 [s, columns]."""
 
 
 class RowState:
@@ -28,6 +29,8 @@ class RowState:
         self._at = at
         self._ends = ends
         self._targets = targets
+        self.lost: Tensor | None = None
+        """int32 [s]: 1 where logits of `choose_own` or `choose_by` were not finite; none where neither was asked."""
 
     @cached_property
     def _own(self) -> Tensor:
@@ -86,26 +89,35 @@ class RowState:
         """logits [s, columns, vocabulary] -> ids int64 [s, columns] by each request's own options."""
         return choose_rows(logits, self._rows.fields, self._at, self._ends)
 
-    def choose_by(self, *, temperature: float, top_k: int, top_p: float) -> Choose:
-        """A choice by these options for all requests but greedy ones, which stay so.
+    def choose_own(self) -> Choose:
+        """The same for further columns, and whoever has lost one of them is noted in ``lost``."""
+        return self._choose_from(self.fields)
 
-        It takes logits [s, columns, vocabulary], and which column of a row the first of them is.
-        """
+    def choose_by(self, *, temperature: float, top_k: int, top_p: float) -> Choose:
+        """As `choose_own`, by these options for all requests but greedy ones, which stay so."""
         own = self.fields.clone()
         greedy = (float_of(own, Field.TEMPERATURE) == 0) | (own[:, Field.TOP_K] == 1)
         own[:, Field.TEMPERATURE].fill_(float_bits(temperature)).masked_fill_(greedy, 0)
         own[:, Field.TOP_K].fill_(top_k)
         own[:, Field.TOP_P].fill_(float_bits(top_p))
+        return self._choose_from(own)
+
+    def _choose_from(self, own: Tensor) -> Choose:
         each = torch.arange(own.shape[0], device=own.device)
-        return lambda logits, first_column: choose_rows(logits, own, each, each, first_column)
+        lost = self.lost = torch.zeros_like(each, dtype=torch.int32) if self.lost is None else self.lost
+        return lambda logits, first_column: choose_rows(logits, own, each, each, first_column, lost)
 
 
-def choose_rows(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, first_column: int = 0) -> Tensor:
+def choose_rows(
+    logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, first_column: int = 0, lost: Tensor | None = None
+) -> Tensor:
     """Ids int64 [s, columns] by each state's own options; see ``kernels.sampling.sample`` for the arguments."""
     if for_kernels(logits):
         from sgl_omni.engine.kernels import sampling
 
-        return sampling.sample(logits, fields, rows, ends, first_column)
+        return sampling.sample(logits, fields, rows, ends, first_column, lost)
+    if lost is not None:
+        lost |= is_no_choice(logits)[:, 0]
     state = fields[rows[ends]]
     temperature, top_p = float_of(state, Field.TEMPERATURE), float_of(state, Field.TOP_P)
     return sample_masked(logits, temperature, state[:, Field.TOP_K], top_p, _keys(state), first_column)

@@ -74,7 +74,7 @@ def check_folder(
 
     ``chat``: a chat template that is there must be readable. Sizes must be numbers; ``fields`` are dotted paths that
     the config must have. ``weights`` are the sub-folders with safetensors, whose tensors may be of ``dtypes``; their
-    headers and lengths are read, not their data.
+    headers and lengths are read, not their data. None where `check_tensors` follows, which reads them too.
     Raises ``InvalidRequest`` that names file and field.
     """
     config = read_sizes(folder)
@@ -158,14 +158,22 @@ def check_weights(folder: Path, dtypes: Collection[str] = LOADABLE) -> dict[str,
     return entries
 
 
-def check_tensors(folder: Path, shapes: Callable[[], Named] = lambda: iter(()), parts: Sequence[str] = ()) -> None:
+def check_tensors(
+    folder: Path,
+    shapes: Callable[[], Named] = lambda: iter(()),
+    parts: Sequence[str] = (),
+    *,
+    entries: Mapping[str, Entry] | None = None,
+) -> None:
     """Raises ``InvalidRequest`` that names the file and the tensors where those of ``shapes`` are missing, of another
     shape or no floats, and the field where the config has no such shapes.
 
     ``parts``: prefixes below which there must be something, told first and as such. Tensors that nobody wants are not
-    looked for; the stage that loads a part refuses them before it takes memory.
+    looked for; the stage that loads a part refuses them before it takes memory. ``entries``: what `check_weights` says
+    of the folder, where that has been asked.
     """
-    entries = check_weights(folder)
+    if entries is None:
+        entries = check_weights(folder)
     absent = [part for part in parts if not any(name.startswith(part) for name in entries)]
     if absent:
         raise InvalidRequest(f"{folder} holds no tensors below {', '.join(absent)}", param="model_path")

@@ -56,11 +56,13 @@ def check_chat(
     size: int,
     size_field: str,
     messages: Sequence[Mapping[str, Any]] = QUESTION,
+    *,
+    is_needed: bool = False,
 ) -> None:
-    """Raises ``InvalidRequest`` that names the file where the chat template, if there is one, runs on without end, or
-    writes a token that the model has no embedding for."""
+    """Raises ``InvalidRequest`` that names the file where the chat template is no Jinja, runs on without end,
+    or writes a token that the model has no embedding for; and where there is none that ``is_needed``."""
     try:
-        text = try_template(folder, messages)
+        text = try_template(folder, messages, is_needed=is_needed)
     except StartupError as error:
         raise InvalidRequest(str(error), param="model_path") from error
     if text is not None:

@@ -1,4 +1,4 @@
-"""Admission, the queue, the choice of a worker, and the one kind of retry there is."""
+"""Admission, the queue, the choice of a worker, and when another one gets the request."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Dispatcher:
         self._place(exchange)
 
     def _place(self, exchange: Exchange) -> None:
-        candidates = [w for w in self.workers if w.routable and w not in exchange.tried]
+        candidates = self._candidates(exchange)
         if not candidates:
             self.tally.no_worker += 1
             self._refuse(exchange, self._no_worker(), "no_worker")
@@ -103,6 +103,9 @@ class Dispatcher:
             exchange.send_to(upstream)
         else:
             exchange.connecting = asyncio.ensure_future(self._connect(exchange, worker))
+
+    def _candidates(self, exchange: Exchange) -> list[Worker]:
+        return [w for w in self.workers if w.routable and w not in exchange.tried]
 
     def _no_worker(self) -> str:
         if not len(self.workers):
@@ -157,7 +160,17 @@ class Dispatcher:
     def lost(self, exchange: Exchange, reason: str) -> None:
         assert exchange.worker is not None
         exchange.worker.broken(reason)
+        exchange.tried.add(exchange.worker)
         self._take_back(exchange, "lost")
+
+    def has_another(self, exchange: Exchange) -> bool:
+        """Whether a worker takes requests that has not had this one."""
+        return bool(self._candidates(exchange))
+
+    def repeat(self, exchange: Exchange) -> None:
+        """Gives a request whose worker was lost to another one."""
+        self.tally.retries += 1
+        self._place(exchange)
 
     def ended(self, exchange: Exchange) -> None:
         status = exchange.status

@@ -62,9 +62,11 @@ class Exchange:
         self.estimate = 0.0
         self.worker: Worker | None = None
         self.tried: set[Worker] = set()
+        self.repeated = False  # a worker was lost with all of it, and another has it now
         self.connecting: asyncio.Task[None] | None = None
         self.upstream: Upstream | None = None
         self.status = 0
+        self._is_whole = False  # what was sent
         self._close = False
         self._to_end = False  # the client knows the end of the answer by the connection's
         self._chunks = False
@@ -92,7 +94,7 @@ class Exchange:
             self.upstream.write(b"0\r\n\r\n")
 
     def send_to(self, upstream: Upstream) -> None:
-        """Sends what there is of the request; from now on it cannot go to another worker."""
+        """Sends what there is of the request. Where that is all, it is kept until the answer begins."""
         if self.length is None and not self.received:
             framing = b"transfer-encoding: chunked\r\n"
             body = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in self.body]
@@ -102,9 +104,11 @@ class Exchange:
             framing = b"content-length: %d\r\n" % length if length or self.method not in (b"GET", b"HEAD") else b""
             self.length = length
         head = heads.request_head(self.method, self.target, self.headers, framing, self.id)
-        self.body = []
+        self._is_whole = self.received
         self.upstream = upstream
         upstream.begin(self, [head, *body])
+        if not self._is_whole or self.repeated:
+            self.body = []
         if not self.received:
             self.client.hold_body(False)
 
@@ -113,6 +117,7 @@ class Exchange:
     def on_head(self, answer: Answer) -> bool:
         assert self.dispatcher is not None
         self.dispatcher.answered(self, answer.status)
+        self.body = []
         self.status = answer.status
         headers = dict(answer.headers)
         drop = heads.OF_ANSWER | heads.named_by_connection(answer.headers)
@@ -153,12 +158,17 @@ class Exchange:
                 self.client.write(b"0\r\n\r\n")
         self._finish(close=self._close or cut)
 
-    def on_lost(self, reason: str) -> None:
+    def on_lost(self, reason: str, *, unanswered: bool = False) -> None:
         assert self.dispatcher is not None and self.worker is not None
         text = f"worker {self.worker.address.url} was lost: {reason}"
         log.warning("request %s: %s", self.id.decode(), text)
         self.upstream = None
         self.dispatcher.lost(self, reason)
+        if unanswered and self._is_whole and not self.repeated and self.dispatcher.has_another(self):
+            self.repeated = True
+            self.touched = self._now()
+            self.dispatcher.repeat(self)
+            return
         self.fail(502, text, "worker_lost")
 
     def on_writable(self, writable: bool) -> None:

@@ -50,7 +50,7 @@ class _Collector:
         if not self.done.done():
             self.done.set_result(Fetched(self._status, b"".join(self._pieces)))
 
-    def on_lost(self, reason: str) -> None:
+    def on_lost(self, reason: str, *, unanswered: bool = False) -> None:
         if not self.done.done():
             self.done.set_exception(FetchError(reason))
 

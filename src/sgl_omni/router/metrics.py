@@ -102,7 +102,9 @@ class _Snapshot(Collector):
             refused.add_metric([reason], tally[reason])
         yield refused
         yield CounterMetricFamily(
-            "sgl_omni_router_retries", "Requests tried at another worker; nothing had been sent.", tally["retries"]
+            "sgl_omni_router_retries",
+            "Requests tried at another worker, as the first was not there or was lost before it answered.",
+            tally["retries"],
         )
         yield from self._workers()
 

@@ -53,8 +53,8 @@ class Receiver(Protocol):
         """The answer is complete. ``cut``: it ended with its connection, which was the only way to tell."""
         ...
 
-    def on_lost(self, reason: str) -> None:
-        """The connection ended, or went wrong, before the answer was complete."""
+    def on_lost(self, reason: str, *, unanswered: bool = False) -> None:
+        """The connection ended, or went wrong, before the answer was complete; ``unanswered``: before it began."""
         ...
 
     def on_writable(self, writable: bool) -> None:
@@ -237,7 +237,9 @@ class Upstream(asyncio.Protocol):
         if self._in_body and self._framing is Framing.CLOSE and error is None:
             receiver.on_end(cut=True)
             return
-        receiver.on_lost(f"its connection broke ({error})" if error else "it closed the connection")
+        unanswered = not self._in_body and not self._partial
+        reason = f"its connection broke ({error})" if error else "it closed the connection"
+        receiver.on_lost(reason, unanswered=unanswered)
 
     # httptools calls these.
 

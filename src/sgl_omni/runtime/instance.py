@@ -6,9 +6,12 @@ import asyncio
 import secrets
 import socket
 import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sgl_omni.errors import StartupError
 from sgl_omni.runtime.channel import Channel
 from sgl_omni.runtime.logs import LogTap
 from sgl_omni.runtime.messages import GroupLink, StartFailed
@@ -88,6 +91,42 @@ class RankGroup:
     async def ended(self) -> None:
         """Returns when no process of the group is left."""
         await asyncio.gather(*(member.gone.wait() for member in self.members if member.process is not None))
+
+
+def rank_groups(instances: Iterable[Instance]) -> tuple[RankGroup, ...]:
+    """Those of one replica of a Process together, rank 0 first."""
+    members: dict[tuple[str, int], list[Instance]] = {}
+    for instance in instances:
+        members.setdefault((instance.plan.process, instance.plan.replica), []).append(instance)
+    return tuple(RankGroup(tuple(sorted(ranks, key=lambda i: i.plan.rank))) for ranks in members.values())
+
+
+async def those_late(
+    waiting: Mapping[RankGroup, asyncio.Future[None]],
+    end_of: Callable[[RankGroup], float],
+    failure: asyncio.Future[str],
+) -> list[Instance]:
+    """Empty when all that start are ready, else those that still start when their time is up.
+
+    ``end_of``: when that is, by ``time.monotonic``; it may change while others become ready. One that cannot start ends
+    this at once with its ``StartupError``, of several the one that was to start first, and so does ``failure``.
+    """
+    pending = dict(waiting)
+    while pending:
+        ends = {group: end_of(group) for group in pending}
+        left = min(ends.values()) - time.monotonic()
+        watched: set[asyncio.Future[Any]] = {*pending.values(), failure}
+        done, _ = await asyncio.wait(watched, timeout=max(left, 0.0), return_when=asyncio.FIRST_COMPLETED)
+        if failure.done():
+            raise StartupError(failure.result())
+        if not done:
+            late = [group for group, end in ends.items() if end <= time.monotonic()]
+            return [member for group in late for member in group.members if member.state == "starting"]
+        for group, ready in list(pending.items()):
+            if ready in done:
+                ready.result()
+                del pending[group]
+    return []
 
 
 class GroupSockets:

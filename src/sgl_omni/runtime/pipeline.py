@@ -95,7 +95,8 @@ class Pipeline:
         try:
             await asyncio.wait_for(self.coordinator.drained(), drain_timeout)
         except TimeoutError:
-            log.info("%d requests were still in flight and are aborted", self.coordinator.pending)
+            if self.coordinator.pending:
+                log.info("%d requests were still in flight and are aborted", self.coordinator.pending)
             self.coordinator.abort_all("the server is shutting down")
         await self.supervisor.stop()
         self._run_dir.close()

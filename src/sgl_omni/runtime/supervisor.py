@@ -6,13 +6,10 @@ import asyncio
 import logging
 import math
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 from sgl_omni.errors import StartupError, WeightShareError
 from sgl_omni.gpu.devices import GpuFacts, gpu_facts
@@ -20,8 +17,9 @@ from sgl_omni.gpu.mps import MpsError
 from sgl_omni.run_folder import base_folder
 from sgl_omni.runtime.capacity import unequal_capacity
 from sgl_omni.runtime.channel import Channel
+from sgl_omni.runtime.child import describe_exit, kill_group, start_child
 from sgl_omni.runtime.coordinator import Coordinator
-from sgl_omni.runtime.instance import FIRST_BACKOFF, GroupSockets, Instance, RankGroup
+from sgl_omni.runtime.instance import FIRST_BACKOFF, GroupSockets, Instance, RankGroup, rank_groups, those_late
 from sgl_omni.runtime.liveness import Liveness
 from sgl_omni.runtime.logs import LogTap
 from sgl_omni.runtime.messages import GroupLink, Message, Ready, Spawn, StartFailed, Stats, StatsQuery, Stop
@@ -82,7 +80,7 @@ class Supervisor:
         self.loans = WeightLoans(plan, self._weights, facts)
         self.routes = Routes(plan, probe)
         self.instances = {i.name: Instance(i) for i in plan.instances}
-        self.groups = self._groups()
+        self.groups = rank_groups(self.instances.values())
         self._group_of = {member.name: group for group in self.groups for member in group.members}
         self.failure: asyncio.Future[str] = self._loop.create_future()
         self._liveness: Liveness | None = None
@@ -91,12 +89,6 @@ class Supervisor:
                 self.instances.values(), self._stuck, timeout=liveness_timeout, step_timeout=step_timeout
             )
         self._watching: asyncio.Task[None] | None = None
-
-    def _groups(self) -> tuple[RankGroup, ...]:
-        members: dict[tuple[str, int], list[Instance]] = {}
-        for instance in self.instances.values():
-            members.setdefault((instance.plan.process, instance.plan.replica), []).append(instance)
-        return tuple(RankGroup(tuple(sorted(ranks, key=lambda i: i.plan.rank))) for ranks in members.values())
 
     # Start --------------------------------------------------------------------------------------------------------
 
@@ -121,7 +113,7 @@ class Supervisor:
         groups = list(dict.fromkeys(self._group_of[name] for wave in self._plan.spawn_waves for name in wave))
         begun = time.monotonic()
         waiting = {group: self._spawn_group(group) for group in groups}
-        late = [i for group in await self._late(waiting, begun, within) for i in group.members if i.state == "starting"]
+        late = await those_late(waiting, lambda group: self._begin_of(group, begun) + within, self.failure)
         if late:
             report = "".join(f"\n  '{i.name}' (pid {i.pid}){i.last_lines()}" for i in late)
             raise StartupError(f"not ready within {within:g} s:{report}")
@@ -140,27 +132,6 @@ class Supervisor:
 
     def _instance_of(self, pid: int) -> InstancePlan | None:
         return next((i.plan for i in self.instances.values() if i.pid == pid), None)
-
-    async def _late(
-        self, waiting: dict[RankGroup, asyncio.Future[None]], begun: float, within: float
-    ) -> list[RankGroup]:
-        """Empty when all are ready, else those whose time is up. One that cannot start, or dies after it was ready,
-        ends the start at once; of several the one that was to start first is named."""
-        pending = dict(waiting)
-        while pending:
-            ends = {group: self._begin_of(group, begun) + within for group in pending}
-            left = min(ends.values()) - time.monotonic()
-            watched: set[asyncio.Future[Any]] = {*pending.values(), self.failure}
-            done, _ = await asyncio.wait(watched, timeout=max(left, 0.0), return_when=asyncio.FIRST_COMPLETED)
-            if self.failure.done():
-                raise StartupError(self.failure.result())
-            if not done:
-                return [group for group, end in ends.items() if end <= time.monotonic()]
-            for group, ready in list(pending.items()):
-                if ready in done:
-                    ready.result()
-                    del pending[group]
-        return []
 
     def _begin_of(self, group: RankGroup, begun: float) -> float:
         """When a group's time began to count; for one whose leader is not ready, it has not yet."""
@@ -208,37 +179,18 @@ class Supervisor:
         return ready
 
     def _spawn(self, instance: Instance, link: GroupLink | None, environment: dict[str, str]) -> None:
-        ours, theirs = socket.socketpair()
-        read_fd, write_fd = os.pipe()
-        command = [sys.executable, "-m", "sgl_omni.runtime.worker"]
-        command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid()), "--name", instance.name]
-        try:
-            instance.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=write_fd,
-                stderr=write_fd,
-                env=self._environment(instance.plan, environment),
-                pass_fds=(theirs.fileno(), *(link.descriptors if link is not None else ())),
-                start_new_session=True,
-            )
-        except OSError as error:
-            ours.close()
-            os.close(read_fd)
-            raise StartupError(f"cannot start a process for '{instance.name}': {error}") from error
-        finally:
-            theirs.close()
-            os.close(write_fd)
+        child = start_child(instance.name, self._environment(instance.plan, environment), link)
+        instance.process = child.process
         instance.state = "starting"
         instance.spawned = time.monotonic()
         instance.failed_start = None
         instance.gone.clear()
-        instance.tap = LogTap(instance.name, read_fd)
+        instance.tap = LogTap(instance.name, child.output)
         instance.pidfd = os.pidfd_open(instance.process.pid)
         self._loop.add_reader(instance.pidfd, self._exited, instance)
         self._run_dir.record(instance.process.pid)
         instance.channel = Channel(
-            ours,
+            child.channel,
             lambda channel, message: self._receive(instance, channel, message),
             lambda channel, reason: self._broken(instance, reason),
             name=instance.name,
@@ -304,14 +256,14 @@ class Supervisor:
 
     def _kill_if_alive(self, instance: Instance, process: subprocess.Popen[bytes] | None) -> None:
         if process is not None and instance.process is process and instance.state != "exited":
-            _kill_group(process.pid)
+            kill_group(process.pid)
 
     def _exited(self, instance: Instance) -> None:
         process = instance.process
         assert process is not None
         self._loop.remove_reader(instance.pidfd)
         os.close(instance.pidfd)
-        _kill_group(process.pid)  # what the process itself has started; its own entry still holds the group's number
+        kill_group(process.pid)  # what the process itself has started; its own entry still holds the group's number
         status = process.wait()
         self._run_dir.forget(process.pid)
         instance.state = "exited"
@@ -460,7 +412,7 @@ class Supervisor:
         self._begin_stop()
         for instance in self.instances.values():
             if instance.process is not None and instance.state not in ("exited", "waiting", "restarting"):
-                _kill_group(instance.process.pid)
+                kill_group(instance.process.pid)
 
     def _begin_stop(self) -> None:
         self._stopping = True
@@ -482,23 +434,5 @@ class Supervisor:
             except TimeoutError:
                 log.warning("instance '%s' did not end by itself and is killed", instance.name)
         if not instance.gone.is_set():
-            _kill_group(instance.process.pid)
+            kill_group(instance.process.pid)
             await instance.gone.wait()
-
-
-def describe_exit(status: int) -> str:
-    """`status` as subprocess gives it: negative for a signal."""
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"was killed by {name} (exit status {status})"
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | ``InvalidRequest``, a body that fails validation, malformed JSON | 400 | ``invalid_request_error`` |
 | ``ModelNotFound``, unknown path | 404 | ``invalid_request_error`` |
-| wrong method, body too large, wrong content type | 405, 413, 415 | ``invalid_request_error`` |
+| wrong method, body or head too large, wrong content type | 405, 413, 431, 415 | ``invalid_request_error`` |
 | ``StageFailed``, ``PayloadError``, anything unforeseen | 500 | ``server_error`` |
 | ``ProcessExited`` | 502 | ``server_error`` |
 | ``Overloaded`` (with ``Retry-After``), ``RequestAborted`` | 503 | ``server_error`` |
@@ -65,6 +65,7 @@ HTTP_CODES = {
     405: "method_not_allowed",
     413: "request_too_large",
     415: "unsupported_media_type",
+    431: "request_too_large",
 }
 
 

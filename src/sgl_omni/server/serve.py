@@ -11,6 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from sgl_omni.listening import BACKLOG, url_of
+from sgl_omni.server.connection import HttpConnection
 from sgl_omni.server.streaming import broken_off
 
 # Longer than the 60 s for which common proxies keep an idle connection, so that they close it first.
@@ -27,6 +28,7 @@ class HttpServer:
         self.url = url_of(sock)
         config = uvicorn.Config(
             app,
+            http=HttpConnection,
             lifespan="off",
             log_config=None,
             access_log=False,

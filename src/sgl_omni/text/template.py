@@ -126,14 +126,23 @@ def check_template(folder: Path) -> None:
         template.check()
 
 
-def try_template(folder: Path, messages: Sequence[Mapping[str, Any]] = QUESTION) -> str | None:
+def try_template(
+    folder: Path, messages: Sequence[Mapping[str, Any]] = QUESTION, *, is_needed: bool = False
+) -> str | None:
     """What the folder's template makes of a conversation; none where there is no template, or it fails at that.
 
-    Raises ``StartupError`` as ``ChatTemplate.tried`` does.
+    Raises ``StartupError`` as ``ChatTemplate.check`` and ``ChatTemplate.tried`` do, and where there is none that
+    ``is_needed``.
     """
     template = find_template(folder)
+    if template is None and is_needed:
+        raise StartupError(
+            f"{folder} holds no chat template: neither chat_template.jinja nor chat_template.json, and none in "
+            "tokenizer_config.json"
+        )
     if template is None:
         return None
+    template.check()
     file = folder / "tokenizer_config.json"
     settings = read_object(file, StartupError) if file.is_file() else {}
     marks = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}

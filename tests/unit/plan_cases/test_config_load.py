@@ -32,7 +32,7 @@ def test_null_and_none_take_a_default_away() -> None:
 
 @pytest.mark.parametrize(
     ("value", "problem"),
-    [("true", "true"), ("2.0", "2.0"), ("two", "two"), ("0", "at least 1"), ("[2]", "[2]"), ("'2.5'", "2.5")],
+    [("true", "true"), ("2.0", "2.0"), ("two", "two"), ("0", "from 1 to 256"), ("[2]", "[2]"), ("'2.5'", "2.5")],
 )
 def test_a_count_takes_whole_numbers_only(value: str, problem: str) -> None:
     text = f"processes:\n  front: {{num_replicas: {value}}}\n"
@@ -151,3 +151,17 @@ def test_a_file_that_is_not_there(tmp_path) -> None:  # type: ignore[no-untyped-
 def test_a_refused_value_is_quoted_as_it_is_written(written: str, quoted: str) -> None:
     [violation] = refusals(f"processes:\n  engine: {{num_replicas: {written}}}")
     assert violation.message == f"'processes.engine.num_replicas' must be a whole number, not {quoted}"
+
+
+@pytest.mark.parametrize("number", ["257", "100000", "999999999999999999"])
+@pytest.mark.parametrize("key", ["processes.front.num_replicas", "stages.vocoder.tp_size"])
+def test_a_number_of_processes_that_no_host_has_is_refused(key: str, number: str) -> None:
+    section, name, leaf = key.split(".")
+    [violation] = refusals(f"{section}:\n  {name}:\n    {leaf}: {number}\n")
+    assert (violation.code, str(violation.place)) == ("PLAN-023", "f.yaml:3")
+    assert f"must be a whole number from 1 to 256, not {number}" in violation.message
+
+
+def test_as_many_replicas_as_there_may_be() -> None:
+    processes = plan("processes:\n  front: {num_replicas: 256}\n").plan.processes
+    assert [p.num_replicas for p in processes if p.name == "front"] == [256]

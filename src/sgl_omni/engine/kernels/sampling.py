@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgl_omni.engine.device_rows import Field
+from sgl_omni.engine.sampler import is_no_choice
 
 LARGEST_AT_ONCE = 8192
 """Ids that one program holds."""
@@ -31,10 +32,15 @@ def _mix(x):
 
 
 @triton.jit
-def _read(place, inside):
-    """Logits in float32; what is no number is never chosen."""
-    x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
+def _number(logit):
+    """In float32; what is no number is never chosen."""
+    x = logit.to(tl.float32)
     return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def _read(place, inside):
+    return _number(tl.load(place, mask=inside, other=float("-inf")))
 
 
 @triton.jit
@@ -123,10 +129,12 @@ def _sample(
     rows,
     ends,
     out,
+    lost,
     vocabulary,
     columns,
     width,
     first_column,
+    NOTES: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
@@ -141,7 +149,12 @@ def _sample(
     state = fields + tl.load(rows + tl.load(ends + row)) * width
     i = tl.arange(0, BLOCK)
     inside = i < vocabulary
-    x = _read(logits + (row * columns + column) * vocabulary + i, inside)
+    logit = tl.load(logits + (row * columns + column) * vocabulary + i, mask=inside, other=float("-inf"))
+    if NOTES:
+        # Forbidden, a number, or neither: there is a choice where a number is the most of all.
+        kind = tl.max(tl.where(logit < float("inf"), tl.where(logit > float("-inf"), 1, 0), 2), 0)
+        tl.store(lost + row, 1, mask=kind != 1)
+    x = _number(logit)
     temperature = tl.load(state + TEMPERATURE).to(tl.float32, bitcast=True)
     top_k = tl.load(state + TOP_K)
     if (temperature == 0) | (top_k == 1):
@@ -390,12 +403,14 @@ def penalise(logits: Tensor, seen: Tensor, fields: Tensor, rows: Tensor, ends: T
     return logits
 
 
-def sample(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, first_column: int = 0) -> Tensor:
+def sample(
+    logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, first_column: int = 0, lost: Tensor | None = None
+) -> Tensor:
     """As ``sgl_omni.engine.sampler.sample_masked``, with the options of the state.
 
     logits [s, columns, vocabulary], fields int32 (``DeviceRows``), rows int64 [n], ends int64 [s]: the state of
     logits i is in row ``rows[ends[i]]`` -> ids int64 [s, columns]. Of logits that are no numbers comes some id of the
-    vocabulary.
+    vocabulary; ``lost`` int32 [s], where it is given, becomes 1 there.
     """
     s, columns, vocabulary = logits.shape
     out = torch.empty(s, columns, dtype=torch.int64, device=logits.device)
@@ -405,8 +420,11 @@ def sample(logits: Tensor, fields: Tensor, rows: Tensor, ends: Tensor, first_col
     constants = (*map(int, names), 16 if logits.dtype == torch.bfloat16 else 32)
     if vocabulary <= LARGEST_AT_ONCE:
         block = triton.next_power_of_2(vocabulary)
-        _sample[(s, columns)](*given, out, *sizes, *constants, block, num_warps=4 if block <= 2048 else 8)
+        noting = (out if lost is None else lost, *sizes, lost is not None)
+        _sample[(s, columns)](*given, out, *noting, *constants, block, num_warps=4 if block <= 2048 else 8)
         return out
+    if lost is not None:
+        lost |= is_no_choice(logits)[:, 0]
     parts = triton.cdiv(vocabulary, _PART)
     best = torch.empty(s, columns, parts, _CANDIDATES, device=logits.device)
     ids = torch.empty(s, columns, parts, _CANDIDATES, dtype=torch.int32, device=logits.device)

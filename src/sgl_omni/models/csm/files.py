@@ -53,7 +53,7 @@ def checked(model_path: str) -> dict[str, Any]:
     """The model's config. Raises ``InvalidRequest`` that names the file or field that is missing or wrong."""
     folder = find_folder(model_path)
     file = folder / "config.json"
-    config = check_folder(folder, (ARCHITECTURE,), fields=_FIELDS, dtypes=FLOATS)
+    config = check_folder(folder, (ARCHITECTURE,), weights=(), fields=_FIELDS)
     if not config.get("tie_codebooks_embeddings", True):
         raise _wrong(file, "tie_codebooks_embeddings", False, "only true is supported")
     codec = config["codec_config"]
@@ -76,11 +76,13 @@ def checked(model_path: str) -> dict[str, Any]:
     end = config["codebook_eos_token_id"]
     if not (isinstance(end, int) and 0 <= end < codec["codebook_size"]):
         raise _wrong(file, "codebook_eos_token_id", end, f"codes are 0..{codec['codebook_size'] - 1}")
-    table = next((name for name in TABLES if name in check_weights(folder)), TABLES[0])
+    entries = check_weights(folder, FLOATS)
+    table = next((name for name in TABLES if name in entries), TABLES[0])
     check_tensors(
         folder,
         lambda: chain(engine_shapes(CsmSpec.parse(config), table), mimi_shapes(codec, "codec_model.")),
         parts=["codec_model."],
+        entries=entries,
     )
     check_tokens(folder, config, "text_vocab_size", [TEXT_END])
     return config

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, CheckpointError, Slot
-from sgl_omni.engine.code_predictor import Choose, greedy
+from sgl_omni.engine.code_predictor import Choose, LostRows, greedy
 from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding, parameter
 from sgl_omni.engine.model import LoadedModel
 from sgl_omni.engine.request import Request
-from sgl_omni.engine.row_state import RowState, choose_rows
+from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.sampler import SamplingBatch, sample
 from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.csm.depth import DepthDecoder
@@ -107,14 +107,13 @@ class CsmModel(LoadedModel):
 
     def complete(self, rows: Tensor, hidden: Tensor, requests: Sequence[Request]) -> Tensor:
         batch = SamplingBatch.of(requests, rows.device)
-        return self.whole_rows(rows, hidden, lambda logits, book: sample(logits[:, None], batch, book)[:, 0])
+        lost = LostRows(rows)
+        choose = lost.noting(lambda logits, book: sample(logits[:, None], batch, book)[:, 0])
+        return lost.mark(self.whole_rows(rows, hidden, choose))
 
     def finish_rows(self, ids: Tensor, hidden: Tensor, state: RowState) -> tuple[Tensor, None]:
-        fields = state.fields
-        each = torch.arange(fields.shape[0], device=fields.device)
-        return self.whole_rows(
-            ids, hidden, lambda logits, book: choose_rows(logits[:, None], fields, each, each, book)[:, 0]
-        ), None
+        choose = state.choose_own()
+        return self.whole_rows(ids, hidden, lambda logits, book: choose(logits[:, None], book)[:, 0]), None
 
     def whole_rows(self, first: Tensor, hidden: Tensor, choose: Choose = greedy) -> Tensor:
         """First codes int64 [n, 1] and the hidden states [n, hidden] they came from -> rows [n, columns]."""

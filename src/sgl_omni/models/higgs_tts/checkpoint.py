@@ -93,7 +93,7 @@ class HiggsCheckpoint:
     def load(cls, model_path: str) -> HiggsCheckpoint:
         """Raises ``InvalidRequest`` that names file and field for whatever is missing or does not fit."""
         folder = find_folder(model_path)
-        config = check_folder(folder, (V2, V3), chat=True)
+        config = check_folder(folder, (V2, V3), weights=())
         is_v2 = V2 in config["architectures"]
         for field in _V2_FIELDS if is_v2 else _V3_FIELDS:
             _positive(require(config, field, folder / "config.json"), field, folder / "config.json")
@@ -116,10 +116,17 @@ class HiggsCheckpoint:
 
     def check_tensors(self) -> None:
         """Raises ``InvalidRequest`` that names the tensors of engine and codec that are missing or ill-shaped."""
-        check_tensors(self.folder, lambda: _engine_shapes(self.config, self.is_v2))
-        names = check_weights(self.codec_folder).keys()
+        entries = check_weights(self.folder)
+        check_tensors(self.folder, lambda: _engine_shapes(self.config, self.is_v2), entries=entries)
+        if self.codec_folder != self.folder:
+            entries = check_weights(self.codec_folder)
         parts = [f"{self.codec_prefix}{part}" for part in ("acoustic_decoder.", "acoustic_encoder.", "quantizer.")]
-        check_tensors(self.codec_folder, lambda: codec_shapes(self.codec, self.codec_prefix, names), parts)
+        check_tensors(
+            self.codec_folder,
+            lambda: codec_shapes(self.codec, self.codec_prefix, entries.keys()),
+            parts,
+            entries=entries,
+        )
 
     def check_tokens(self) -> None:
         """Raises ``InvalidRequest`` that names what a prompt needs and the tokenizer lacks, or has as another id."""
@@ -148,7 +155,6 @@ def _codec_apart(folder: Path) -> dict[str, Any]:
     own = folder / CODEC_FOLDER
     codec_folder = own if own.is_dir() else find_folder(_codec_name(folder))
     config = read_sizes(codec_folder)
-    check_weights(codec_folder)
     spec = CodecSpec.parse(config, str(codec_folder / "config.json"))
     return {"codec": spec, "codec_folder": codec_folder, "codec_prefix": ""}
 

@@ -40,7 +40,7 @@ _FIELDS = (
 def checked(model_path: str) -> dict[str, Any]:
     """The model's config. Raises ``InvalidRequest`` that names the file or field that is missing or not supported."""
     folder = find_folder(model_path)
-    config = check_folder(folder, (ARCHITECTURE,), fields=_FIELDS)
+    config = check_folder(folder, (ARCHITECTURE,), weights=(), fields=_FIELDS)
     file, language_model = folder / "config.json", config["llm_config"]
     kind, known = language_model.get("model_type", "qwen2"), _LANGUAGE_MODELS.get(config.get("model_type", ""))
     if kind != known:

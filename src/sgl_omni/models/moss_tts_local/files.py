@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_omni.errors import InvalidRequest, StartupError
-from sgl_omni.models.folder import check_folder, check_tensors, check_weights, find_folder, read_json, read_sizes
+from sgl_omni.models.folder import check_folder, check_tensors, find_folder, read_json, read_sizes
 from sgl_omni.models.moss_tts_local.codec_shapes import codec_shapes
 from sgl_omni.models.moss_tts_local.codec_spec import CodecSpec
 from sgl_omni.models.moss_tts_local.spec import MossSpec, engine_shapes
@@ -35,13 +35,12 @@ _TOKENS = {"im_start_token_id": "<|im_start|>", "im_end_token_id": "<|im_end|>"}
 def checked(model_path: str) -> dict[str, Any]:
     """The model's config. Raises ``InvalidRequest`` that names the file or field that is missing or wrong."""
     folder = find_folder(model_path)
-    config = check_folder(folder, (ARCHITECTURE,), fields=_FIELDS)
+    config = check_folder(folder, (ARCHITECTURE,), weights=(), fields=_FIELDS)
     codec = codec_folder(folder)
     try:
         spec = CodecSpec.parse(read_sizes(codec))
     except StartupError as error:
         raise InvalidRequest(f"{codec / 'config.json'}: {error}", param="model_path") from error
-    check_weights(codec)
     if spec.sample_rate != config["sampling_rate"]:
         raise InvalidRequest(
             f"{folder / 'config.json'}: sampling_rate is {config['sampling_rate']}, and the audio tokenizer in {codec} "

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
-from sgl_omni.engine.code_predictor import Choose, greedy
+from sgl_omni.engine.code_predictor import Choose, LostRows, greedy
 from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Embedding, parameter
 from sgl_omni.engine.model import LoadedModel
 from sgl_omni.engine.request import Request
-from sgl_omni.engine.row_state import RowState, choose_rows
+from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.sampler import SamplingBatch, sample
 from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.moss_tts_local.local_transformer import LocalTransformer
@@ -86,30 +86,27 @@ class MossModel(LoadedModel):
         return F.linear(begun, self._codes(0))[:, None]
 
     def complete(self, rows: Tensor, hidden: Tensor, requests: Sequence[Request]) -> Tensor:
-        batch = SamplingBatch.of(requests, rows.device)
-        if len(batch.random) == 0:
-            return self.whole_rows(rows, hidden)
+        batch, lost = SamplingBatch.of(requests, rows.device), LostRows(rows)
         plain = replace(
             batch,
             temperature=torch.ones_like(batch.temperature),
             top_k=torch.zeros_like(batch.top_k),
             top_p=torch.ones_like(batch.top_p),
         )
-        return self.whole_rows(
+        found = self.whole_rows(
             rows,
             hidden,
-            lambda logits, book: sample(logits[:, None], batch, book)[:, 0],
-            lambda logits, column: sample(logits[:, None], plain, column)[:, 0],
+            lost.noting(lambda logits, book: sample(logits[:, None], batch, book)[:, 0]),
+            lost.noting(lambda logits, column: sample(logits[:, None], plain, column)[:, 0]),
         )
+        return lost.mark(found)
 
     def finish_rows(self, ids: Tensor, hidden: Tensor, state: RowState) -> tuple[Tensor, None]:
-        fields = state.fields
-        each = torch.arange(fields.shape[0], device=fields.device)
-        decide = state.choose_by(temperature=1.0, top_k=0, top_p=1.0)
+        choose, decide = state.choose_own(), state.choose_by(temperature=1.0, top_k=0, top_p=1.0)
         rows = self.whole_rows(
             ids,
             hidden,
-            lambda logits, book: choose_rows(logits[:, None], fields, each, each, book)[:, 0],
+            lambda logits, book: choose(logits[:, None], book)[:, 0],
             lambda logits, column: decide(logits[:, None], column)[:, 0],
         )
         return rows, None

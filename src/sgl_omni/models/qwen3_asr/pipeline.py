@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import Tasks, TranscriptionTask
 from sgl_omni.engine.decoder_config import DecoderConfig
+from sgl_omni.engine.headers import FLOATS
 from sgl_omni.engine.shapes import causal_shapes
-from sgl_omni.models.folder import check_tensors, read_json
+from sgl_omni.models.folder import check_tensors, check_weights, read_json
 from sgl_omni.models.qwen3_asr.spec import ARCHITECTURE, AsrSpec
 from sgl_omni.models.qwen3_omni.tower_shapes import audio_shapes
 from sgl_omni.models.tokens import check_tokens
@@ -73,6 +74,7 @@ class Qwen3AsrPipelineConfig(PipelineConfig):
                 audio_shapes(spec.audio, spec.layout.tower, spec.layout.elsewhere),
             ),
             parts=[spec.layout.tower],
+            entries=check_weights(spec.folder, FLOATS),
         )
         at = spec.layout.config
         audio = {f"{at}audio_token_id": "<|audio_pad|>"}

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sgl_omni.engine.headers import FLOATS
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.folder import check_folder, find_folder, read_sizes, require
 from sgl_omni.models.mel import check_mel
@@ -116,7 +115,7 @@ class AsrSpec:
     def load(cls, model_path: str) -> AsrSpec:
         """Raises ``InvalidRequest`` that names file and field for a folder that is not whole."""
         folder = find_folder(model_path)
-        config = check_folder(folder, (ARCHITECTURE,), dtypes=FLOATS)
+        config = check_folder(folder, (ARCHITECTURE,), weights=())
         file = folder / "config.json"
         layout = AUTHORS if "thinker_config" in config else TRANSFORMERS
         for name in _FIELDS:

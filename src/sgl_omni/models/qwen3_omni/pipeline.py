@@ -96,7 +96,7 @@ class Qwen3OmniSpeechPipelineConfig(PipelineConfig):
         config = read_json(folder)
         check_tensors(folder, lambda: chain(engine_shapes(config), towers_shapes(config)), parts=_PARTS)
         vocabulary = check_tokens(folder, config, _VOCABULARY, ids=_TOKENS)
-        check_chat(folder, vocabulary, spec.vocab_size, _VOCABULARY)
+        check_chat(folder, vocabulary, spec.vocab_size, _VOCABULARY, is_needed=True)
         return Tasks(
             chat=ChatTask(
                 text_output="decode",

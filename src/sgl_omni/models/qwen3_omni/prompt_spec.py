@@ -12,7 +12,6 @@ from sgl_omni.models.folder import check_folder, find_folder, read_json, read_si
 from sgl_omni.models.mel import check_mel
 from sgl_omni.models.numbers import check_id, check_ids
 from sgl_omni.models.text_llm.generation import end_ids
-from sgl_omni.text.template import find_template
 
 ARCHITECTURE = "Qwen3OmniMoeForConditionalGeneration"
 SAMPLE_RATE = 24_000
@@ -137,7 +136,7 @@ class PromptSpec:
 
 def check_checkpoint(folder: Path) -> dict[str, Any]:
     """The folder's ``config.json``. Raises ``InvalidRequest`` for one that cannot speak, or is not whole."""
-    config = check_folder(folder, [ARCHITECTURE], chat=True)
+    config = check_folder(folder, [ARCHITECTURE], weights=())
     file = folder / "config.json"
     if config.get("enable_audio_output") is False or not config.get("talker_config"):
         raise InvalidRequest(
@@ -159,12 +158,6 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
     end_ids(_generation(folder), folder / "generation_config.json", text)
     name = "preprocessor_config.json"
     check_mel(read_sizes(folder, name), folder / name, config["thinker_config"]["audio_config"]["num_mel_bins"])
-    if find_template(folder) is None:
-        raise InvalidRequest(
-            f"{folder} holds no chat template: neither chat_template.jinja nor chat_template.json, and none in "
-            "tokenizer_config.json",
-            param="model_path",
-        )
     return config
 
 

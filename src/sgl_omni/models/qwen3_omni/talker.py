@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
-from sgl_omni.engine.code_predictor import Choose, CodePredictor, CodeSampling, greedy
+from sgl_omni.engine.code_predictor import Choose, CodePredictor, CodeSampling, LostRows, greedy
 from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Projection, parameter
@@ -101,7 +101,9 @@ class TalkerModel(LoadedModel):
         return logits.masked_fill((ids >= self.spec.first_special) & (ids != self.spec.eos_id), float("-inf"))
 
     def complete(self, rows: Tensor, hidden: Tensor, requests: Sequence[Request]) -> Tensor:
-        return self.whole_rows(rows, hidden, _PREDICTOR.of_batch(SamplingBatch.of(requests, rows.device)))
+        lost = LostRows(rows)
+        choose = lost.noting(_PREDICTOR.of_batch(SamplingBatch.of(requests, rows.device)))
+        return lost.mark(self.whole_rows(rows, hidden, choose))
 
     def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
         return self.without_specials(state.penalised(logits))

@@ -6,9 +6,11 @@ They are those of ``CodecDecoder`` and ``SpeakerEncoder``, known before anything
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sgl_omni.engine.headers import Entry
 from sgl_omni.engine.shapes import Named, conv_shapes, grown_shapes, linear_shapes, mlp_shapes, norm_shapes
 from sgl_omni.errors import StartupError
 from sgl_omni.models.folder import check_tensors, read_sizes, require
@@ -49,25 +51,31 @@ ENCODER_FACTS = ("encoder_valid_num_quantizers", "input_sample_rate", "encode_do
 """What a config must say beside the ``encoder_config``."""
 
 
-def check_decoder(folder: Path) -> None:
-    """Of a checkpoint's speech tokenizer. Raises ``InvalidRequest`` that names file and tensor or field."""
+def check_decoder(folder: Path, of_speech: Mapping[str, Entry]) -> None:
+    """Of a checkpoint's speech tokenizer, which holds the tensors ``of_speech``.
+
+    Raises ``InvalidRequest`` that names file and tensor or field.
+    """
     speech = folder / SPEECH_TOKENIZER
     config = read_sizes(speech)
     for field in DECODER_FIELDS:
         require(config, f"decoder_config.{field}", speech / "config.json")
-    check_tensors(speech, lambda: decoder_shapes(config["decoder_config"], "decoder."), parts=["decoder."])
+    shapes = partial(decoder_shapes, config["decoder_config"], "decoder.")
+    check_tensors(speech, shapes, parts=["decoder."], entries=of_speech)
 
 
-def check_encoders(folder: Path) -> None:
-    """What clones voices: the speech tokenizer's encoder, and the speaker's. Raises as `check_decoder` does."""
+def check_encoders(folder: Path, of_speech: Mapping[str, Entry], entries: Mapping[str, Entry]) -> None:
+    """What clones voices: the speech tokenizer's encoder, and the speaker's, whose tensors lie among ``entries`` of the
+    folder itself. Raises as `check_decoder` does."""
     speech = folder / SPEECH_TOKENIZER
     config = read_sizes(speech)
     for field in ("encoder_config", *ENCODER_FACTS):
         require(config, field, speech / "config.json")
     mimi = config["encoder_config"]
-    check_tensors(speech, lambda: mimi_shapes(mimi, "encoder.", decoder=False), parts=["encoder."])
+    shapes = partial(mimi_shapes, mimi, "encoder.", decoder=False)
+    check_tensors(speech, shapes, parts=["encoder."], entries=of_speech)
     speaker = require(read_sizes(folder), "speaker_encoder_config", folder / "config.json")
-    check_tensors(folder, lambda: speaker_shapes(speaker, "speaker_encoder."))
+    check_tensors(folder, lambda: speaker_shapes(speaker, "speaker_encoder."), entries=entries)
 
 
 def decoder_shapes(config: Mapping[str, Any], prefix: str) -> Named:

@@ -81,9 +81,9 @@ class ModelFacts:
 
     @classmethod
     def load(cls, model_path: str) -> ModelFacts:
-        """Checks the whole folder, weights' headers included. Raises ``InvalidRequest`` that names file and field."""
+        """Checks the whole folder but its tensors. Raises ``InvalidRequest`` that names file and field."""
         folder = find_folder(model_path)
-        config = check_folder(folder, (ARCHITECTURE,), weights=("", SPEECH_TOKENIZER), fields=_FIELDS)
+        config = check_folder(folder, (ARCHITECTURE,), weights=(), fields=_FIELDS)
         kind, talker = config["tts_model_type"], config["talker_config"]
         if kind not in (BASE, CUSTOM_VOICE, VOICE_DESIGN):
             raise _wrong(folder, "tts_model_type", kind, f"{BASE}, {CUSTOM_VOICE} or {VOICE_DESIGN}")

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
-from sgl_omni.models.folder import check_tensors, read_json
+from sgl_omni.models.folder import check_tensors, check_weights, read_json
 from sgl_omni.models.qwen3_tts.codec_shapes import check_decoder, check_encoders
-from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE, BASE, ModelFacts
+from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE, BASE, SPEECH_TOKENIZER, ModelFacts
 from sgl_omni.models.qwen3_tts.spec import TalkerSpec, talker_shapes
 from sgl_omni.models.tokens import check_tokens
 
@@ -65,14 +65,19 @@ class Qwen3TTSPipelineConfig(PipelineConfig):
         facts = ModelFacts.load(model_path)
         clones = facts.kind == BASE
         config = read_json(facts.folder)
+        entries = check_weights(facts.folder)
         check_tensors(
-            facts.folder, lambda: talker_shapes(TalkerSpec.parse(config)), parts=["speaker_encoder."] * clones
+            facts.folder,
+            lambda: talker_shapes(TalkerSpec.parse(config)),
+            parts=["speaker_encoder."] * clones,
+            entries=entries,
         )
         known = {field: token for field, token in _TOKENS.items() if field in config}
         check_tokens(facts.folder, config, "talker_config.text_vocab_size", _TOKENS.values(), known)
-        check_decoder(facts.folder)
+        of_speech = check_weights(facts.folder / SPEECH_TOKENIZER)
+        check_decoder(facts.folder, of_speech)
         if clones:
-            check_encoders(facts.folder)
+            check_encoders(facts.folder, of_speech, entries)
         voices = tuple(facts.speakers)
         return Tasks(
             speech=SpeechTask(

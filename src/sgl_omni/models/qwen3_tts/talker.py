@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
-from sgl_omni.engine.code_predictor import Choose, CodePredictor, CodeSampling
+from sgl_omni.engine.code_predictor import Choose, CodePredictor, CodeSampling, LostRows
 from sgl_omni.engine.decoder import Decoder
 from sgl_omni.engine.kv_cache import KVShape
 from sgl_omni.engine.layers import Projection, parameter
@@ -103,8 +103,9 @@ class TalkerModel(LoadedModel):
         return self.allowed(logits, steps)
 
     def complete(self, rows: Tensor, hidden: Tensor, requests: Sequence[Request]) -> Tensor:
-        batch = SamplingBatch.of(requests, rows.device)
-        return self.whole_rows(rows, hidden, self._predictor_sampling.of_batch(batch))
+        lost = LostRows(rows)
+        choose = lost.noting(self._predictor_sampling.of_batch(SamplingBatch.of(requests, rows.device)))
+        return lost.mark(self.whole_rows(rows, hidden, choose))
 
     def rule_rows(self, logits: Tensor, state: RowState) -> Tensor:
         return self.allowed(state.penalised(logits), state.steps)

@@ -137,7 +137,7 @@ class WhisperSpec:
 def resolve_folder(model_path: str) -> Path:
     """The checkpoint's folder, with all that a start needs in it. Raises ``InvalidRequest`` that names what is not."""
     folder = find_folder(model_path)
-    config = check_folder(folder, (ARCHITECTURE,), fields=FIELDS)
+    config = check_folder(folder, (ARCHITECTURE,), weights=(), fields=FIELDS)
     read_sizes(folder, "generation_config.json")
     _check_windows(read_sizes(folder, PREPROCESSOR), config, folder / PREPROCESSOR)
     try:
