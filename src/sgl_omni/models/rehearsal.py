@@ -22,8 +22,9 @@ class _NoRequest:
         raise AssertionError("a vocoder yields its sound")
 
 
-def rehearsed(vocoder: Vocoder, device: str, codebooks: int) -> Vocoder:
-    """The vocoder; on a GPU after it has spoken ``FRAMES`` frames of codes 0 [frames, codebooks].
+def rehearsed(vocoder: Vocoder, device: str, width: int, takes: str = "codes") -> Vocoder:
+    """The vocoder; on a GPU after it has spoken ``FRAMES`` frames of zeros [frames, width] of what it ``takes``: codes,
+    one of each codebook, or latents.
 
     Libraries load their kernels when these are first used, which takes the first request half a second and more.
     Raises what the vocoder does, ``NotFinite`` where its weights are damaged.
@@ -32,8 +33,8 @@ def rehearsed(vocoder: Vocoder, device: str, codebooks: int) -> Vocoder:
         return vocoder
     state = vocoder.open(_NoRequest())
     try:
-        codes = np.zeros((FRAMES, codebooks), np.int16)
-        chunk = {"codes": codes, "speed": 1.0, "reference_codes": None}
+        frames = np.zeros((FRAMES, width), np.int16 if takes == "codes" else np.float32)
+        chunk = {takes: frames, "speed": 1.0, "reference_codes": None}
         for _ in (*vocoder.feed(state, chunk), *vocoder.flush(state)):
             pass
     finally:
