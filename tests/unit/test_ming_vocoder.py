@@ -168,12 +168,19 @@ def test_latents_that_are_not_finite_ruin_their_stream_and_no_other(
         audio.append(found)
         assert not np.isfinite(ruined).all()
     assert alike(np.concatenate(audio), whole(tiny, latents))
-    streams.close(other)
-    again = streams.open()
-    assert again.row == other.row
-    parts = np.split(latents, [1, 3, 3 + THEN, 3 + 2 * THEN])
-    audio = [streams.decode([Piece(part, again, i == 4)])[0] for i, part in enumerate(parts)]
-    assert alike(np.concatenate(audio), whole(tiny, latents))
+    for cuts in ([1, 3, 3 + THEN, 3 + 2 * THEN], [FIRST, FIRST + THEN, FIRST + 2 * THEN]):
+        assert alike(in_a_ruined_row(streams, other, np.split(latents, cuts)), whole(tiny, latents))
+        other = streams.open()
+        streams.decode([Piece(damaged[:THEN], other, True)])
+
+
+def in_a_ruined_row(streams: VaeStreams, ruined: VaeStream, parts: list[np.ndarray]) -> np.ndarray:
+    streams.close(ruined)
+    stream = streams.open()
+    assert stream.row == ruined.row
+    audio = [streams.decode([Piece(part, stream, part is parts[-1])])[0] for part in parts]
+    streams.close(stream)
+    return np.concatenate(audio)
 
 
 def test_audio_that_is_not_finite_fails_its_request(tiny: Tiny) -> None:
@@ -257,7 +264,7 @@ def test_how_many_are_decoded_together_can_be_said(tiny: Tiny) -> None:
         create_vocoder(folder, max_batch=0)
 
 
-def test_a_latent_may_be_a_single_frame(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_latent_may_be_a_single_frame(tiny: Tiny) -> None:
     """Nothing is drawn out then; the plain model would say the same of frames that were drawn out before."""
     spec = MingSpec.parse(Checkpoint(tiny.folder).config()).vae
     decoder = VaeDecoder.load(tiny.folder)
@@ -266,7 +273,10 @@ def test_a_latent_may_be_a_single_frame(tiny: Tiny, tmp_path: Path) -> None:
     assert spec.patch > 1
     latents = latents_of(9, 4)
     [all_at_once] = one.decode([Piece(latents, one.open(), True)])
-    stream = many.open()
-    parts = [many.decode([Piece(latents[i : i + 1], stream, i == 8)])[0] for i in range(9)]
     assert len(all_at_once) == 9 * spec.output_hop
-    assert alike(np.concatenate(parts), all_at_once)
+    ruined = many.open()
+    many.decode([Piece(np.full_like(latents, np.nan), ruined, True)])
+    assert alike(in_a_ruined_row(many, ruined, np.split(latents, range(1, 9))), all_at_once)
+    ruined = many.open()
+    many.decode([Piece(np.full_like(latents, np.nan), ruined, True)])
+    assert alike(in_a_ruined_row(many, ruined, [latents[:4], latents[4:]]), all_at_once)
