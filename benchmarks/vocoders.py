@@ -1,4 +1,5 @@
-"""How fast the vocoder stages make audio: many streams at once through a stage as its process runs it, codes at random.
+"""How fast the vocoder stages make audio: many streams at once through a stage as its process runs it, codes
+or latents at random.
 
     python -m benchmarks.vocoders --streams 32 --seconds 10 --json
 
@@ -7,8 +8,7 @@ weights. The figure is the seconds of audio of all streams together in a second;
 on the host meanwhile: near the wall clock's time, the host is the limit. Two stages, of which one decodes a piece at a
 time (``alone``) and one what waits together (``together``), take turns. ``calls`` says how many pieces the calls of the
 network had, and ``operations`` how many of torch's a call had, by its pieces: where a batch is one call, these grow by
-a few for each piece. Ming-Omni-TTS has no such stage: its engine makes the audio, one request after another.
-``--tiny`` is a rehearsal, for a CPU.
+a few for each piece, or by none. What runs as CUDA graphs calls none of them. ``--tiny`` is a rehearsal, for a CPU.
 """
 
 from __future__ import annotations
@@ -42,14 +42,22 @@ from sgl_omni.runtime.stage import StreamStage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
-    """``factory`` names the vocoder's; ``parts`` are its tensors. The engine hands over ``chunk`` frames at a time."""
+    """``factory`` names the vocoder's; ``parts`` are its tensors. The engine hands over ``chunk`` frames at a time, of
+    ``books`` codes below ``size`` each, or without a size of as many floats."""
 
     factory: str
     parts: tuple[str, ...]
     books: int
-    size: int
+    size: int | None
     frames_per_s: float
     chunk: int
+
+    def frames(self, count: int, seed: int) -> dict[str, np.ndarray]:
+        """By the name that the stage takes them under: [count, books]."""
+        random = np.random.default_rng(seed)
+        if self.size is None:
+            return {"latents": random.standard_normal((count, self.books), np.float32)}
+        return {"codes": random.integers(0, self.size, (count, self.books)).astype(np.int16)}
 
 
 CODECS = {
@@ -82,6 +90,14 @@ CODECS = {
         parts=("codec_model.",),
         books=32,
         size=2048,
+        frames_per_s=12.5,
+        chunk=12,
+    ),
+    "ming_omni_tts": Codec(
+        factory="ming_omni_tts.stages.create_vocoder",
+        parts=("audio.decoder.",),
+        books=64,
+        size=None,
         frames_per_s=12.5,
         chunk=12,
     ),
@@ -149,7 +165,7 @@ def _gathering_of(part: Any) -> Gathering[Any, Any]:
 async def speak(stage: StreamStage[Any], pool: ThreadPoolExecutor, codec: Codec, frames: int, seed: int) -> float:
     """One stream from its first chunk to its end; seconds of audio that came. Raises ``ValueError`` for no audio."""
     loop = asyncio.get_running_loop()
-    codes = np.random.default_rng(seed).integers(0, codec.size, (frames, codec.books)).astype(np.int16)
+    [(name, said)] = codec.frames(frames, seed).items()
     request: Any = OneRequest()
     state = await loop.run_in_executor(pool, stage.open, request)
 
@@ -161,7 +177,7 @@ async def speak(stage: StreamStage[Any], pool: ThreadPoolExecutor, codec: Codec,
 
     audio_s = 0.0
     for start in range(0, frames, codec.chunk):
-        chunk = {"codes": codes[start : start + codec.chunk], "speed": 1.0, "reference_codes": None}
+        chunk = {name: said[start : start + codec.chunk], "speed": 1.0, "reference_codes": None}
         audio_s += await loop.run_in_executor(pool, all_of, partial(stage.feed, state, chunk))
     audio_s += await loop.run_in_executor(pool, all_of, partial(stage.flush, state))
     await loop.run_in_executor(pool, stage.close, state)

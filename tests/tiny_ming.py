@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -281,6 +283,24 @@ def noise_of(seed: int, step: int) -> Tensor:
     return normal(keys, 11 * PATCH * LATENT).view(11, PATCH, LATENT)
 
 
+def audio_of(folder: Path, chunks: Iterable[dict[str, Any]], **options: Any) -> np.ndarray:
+    """What the vocoder stage, as a server makes it, says to an engine's chunks."""
+    from sgl_omni.models.ming_omni_tts.stages import create_vocoder
+
+    return speak(create_vocoder(str(folder), **options), chunks)
+
+
+def speak(vocoder: Any, chunks: Iterable[dict[str, Any]]) -> np.ndarray:
+    state = vocoder.open(SimpleNamespace(id="r", aborted=False))
+    try:
+        made = [piece for chunk in chunks for piece in vocoder.feed(state, chunk)]
+        made += vocoder.flush(state)
+    finally:
+        vocoder.close(state)
+    assert {piece["sample_rate"] for piece in made} <= {RATE}
+    return np.concatenate([np.zeros(0, np.float32), *(piece["audio"] for piece in made)])
+
+
 def turned(x: Tensor) -> Tensor:
     size = x.shape[-1]
     angles = torch.arange(x.shape[1])[:, None] * 10000.0 ** -(torch.arange(0, size, 2) / size)
@@ -322,8 +342,9 @@ class Tiny:
         return ids + encode("<audio>"), at
 
 
-def build(folder: Path, *, experts: bool = False, speakers: bool = False) -> Tiny:
-    """``speakers``: with the ONNX file of `PlainSpeakers`."""
+def build(folder: Path, *, experts: bool = False, speakers: bool = False, windowed_layers: int = 1) -> Tiny:
+    """``speakers``: with the ONNX file of `PlainSpeakers`. ``windowed_layers``: of the two that each half of the audio
+    VAE has, the last."""
     import transformers
 
     torch.manual_seed(7)
@@ -342,7 +363,7 @@ def build(folder: Path, *, experts: bool = False, speakers: bool = False) -> Tin
         )
 
     def windowed(layers: int) -> Any:
-        config = backbone(layers, use_sliding_window=True, sliding_window=7, max_window_layers=1)
+        config = backbone(layers, use_sliding_window=True, sliding_window=7, max_window_layers=2 - windowed_layers)
         config._attn_implementation = "eager"
         return config
 

@@ -79,8 +79,8 @@ _SMALL = {
     "ditar_config": _SMALL_BLOCKS,
     "aggregator_config": _SMALL_BLOCKS,
     "audio_tokenizer_config": {
-        "enc_kwargs": {"latent_dim": 8, "backbone": _SMALL_TOWER},
-        "dec_kwargs": {"latent_dim": 8, "backbone": _SMALL_TOWER},
+        "enc_kwargs": {"backbone": _SMALL_TOWER},
+        "dec_kwargs": {"backbone": _SMALL_TOWER},
     },
 }
 

@@ -190,7 +190,7 @@ async def test_a_reference_and_a_style_are_heard(start: Start, tiny: Tiny, tmp_p
     async def speak(**fields: Any) -> tuple[np.ndarray, dict[str, Any]]:
         handle = pipeline.submit({"input": TEXTS[1], "voice": None, "speed": 1.0, "seed": 4, **fields})
         audio = [chunk.payload["audio"] async for chunk in handle]
-        return np.concatenate(audio), (await handle.result())["tts_engine"]
+        return np.concatenate(audio), (await handle.result())["vocoder"]
 
     prompt = tiny.prompt(TEXTS[1], spoken="Noise.", speaker=speakers)
     wanted = spoken(tiny, *prompt, seed=4, heard=heard, speaker=speaker)

@@ -46,6 +46,7 @@ from sgl_omni.models.mimi_shapes import mimi_shapes
 from sgl_omni.models.ming_omni_tts import spec as ming
 from sgl_omni.models.ming_omni_tts.model import MingModel
 from sgl_omni.models.ming_omni_tts.vae import VaeEncoder
+from sgl_omni.models.ming_omni_tts.vae_decoder import VaeDecoder
 from sgl_omni.models.moss_tts_local import spec as moss
 from sgl_omni.models.moss_tts_local.model import MossModel
 from sgl_omni.models.qwen3_omni import spec as omni
@@ -81,6 +82,7 @@ ENGINE = {
 HIGGS3 = "tied.embedding.modality_embeddings.0.model."
 PARTS = {
     "csm": [("", f"codec_model.{part}.") for part in ("decoder", "encoder", "quantizer")],
+    "ming": [("", "audio.encoder.encoder.layers."), ("", "audio.decoder.decoder.layers.")],
     "moss": [("codec", f"{part}.") for part in ("decoder", "encoder", "quantizer")],
     "qwen3_asr": [("", "thinker.audio_tower.")],
     "qwen3_asr_new": [("", "model.audio_tower."), ("", "model.multi_modal_projector.")],
@@ -95,6 +97,7 @@ PARTS = {
 
 CODECS = {
     "csm": [("", "codec_model.")],
+    "ming": [("", "audio.")],
     "moss": [("codec", "")],
     "qwen3_asr": PARTS["qwen3_asr"],
     "qwen3_asr_new": PARTS["qwen3_asr_new"],
@@ -413,7 +416,8 @@ def named(slots: Iterator[Slot]) -> dict[str, tuple[int, ...]]:
 
 
 def ming_tensors(spec: ming.MingSpec) -> tuple[dict[str, tuple[int, ...]], Named]:
-    read = named(chain(MingModel(spec).slots(), VaeEncoder(spec.vae).slots("audio.encoder.")))
+    vae = VaeEncoder(spec.vae).slots("audio.encoder."), VaeDecoder(spec.vae).slots("audio.decoder.")
+    read = named(chain(MingModel(spec).slots(), *vae))
     return read, chain(ming.engine_shapes(spec), ming.vae_shapes(spec.vae))
 
 

@@ -26,7 +26,7 @@ from sgl_omni.text.tokenizer import TextTokenizer
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_ming import CAPTION, LATENT, PATCH, RATE, STEP, TEXTS, Tiny, build
+from tiny_ming import CAPTION, LATENT, PATCH, RATE, STEP, TEXTS, Tiny, audio_of, build
 
 STEPS = 9
 TOLERANCE = 2e-4
@@ -73,7 +73,7 @@ def test_audio_equals_the_plain_model(
     engine = AutoregressiveEngine.build(model, MingTask(model), options, device_rows=bool(device_rows))
     seen = churn(engine, payloads, f"experts {chunk}")
     for name, (said, reason) in expected.items():
-        result, audio = seen[name].result, seen[name].joined("audio").numpy()
+        result, audio = seen[name].result, audio_of(tiny.folder, seen[name].chunks)
         assert (result["output_tokens"], result["finish_reason"]) == (len(said) // PATCH, reason)
         wanted = tiny.model.audio.decode(said).numpy().clip(-1, 1)
         assert len(audio) == len(wanted) and np.abs(wanted).max() > 0.01
@@ -135,10 +135,10 @@ def test_the_stages_take_it_as_it_is(tiny: Tiny) -> None:
     engine.add("a", payload)
     parts = []
     while engine.has_work:
-        parts += [chunk["audio"] for output in engine.step() for chunk in output.chunks]
+        parts += [chunk for output in engine.step() for chunk in output.chunks]
     ids, at = tiny.prompt(TEXTS[0])
     wanted = tiny.model.audio.decode(tiny.model.latents(ids, at, torch.zeros(0, LATENT), 5, 4)).numpy().clip(-1, 1)
-    audio = np.concatenate(parts)
+    audio = audio_of(tiny.folder, parts)
     assert len(audio) == 4 * STEP and np.abs(audio - wanted).max() < TOLERANCE
 
 

@@ -19,19 +19,20 @@ from sgl_omni.engine.checkpoint import CheckpointError
 from sgl_omni.engine.device_rows import DeviceRows
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
 from sgl_omni.engine.row_state import RowState
-from sgl_omni.errors import InvalidRequest, NotFinite, StartupError
+from sgl_omni.engine.task import HandOver
+from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.ming_omni_tts.model import MingModel, _with_latents
 from sgl_omni.models.ming_omni_tts.pipeline import MingOmniTTSPipelineConfig
 from sgl_omni.models.ming_omni_tts.preprocess import SpeechPreprocessor
 from sgl_omni.models.ming_omni_tts.prompt import PromptWriter, caption
 from sgl_omni.models.ming_omni_tts.spec import MingSpec
 from sgl_omni.models.ming_omni_tts.task import MingTask
-from sgl_omni.models.ming_omni_tts.vae import Piece, VaeEncoder, VaeStream
+from sgl_omni.models.ming_omni_tts.vae import VaeEncoder
 from sgl_omni.text.tokenizer import TextTokenizer
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_ming import CAPTION, LATENT, PATCH, RATE, STEP, TEXTS, VAE_PATCH, Tiny, build
+from tiny_ming import CAPTION, LATENT, PATCH, RATE, STEP, TEXTS, Tiny, audio_of, build
 from tiny_moss import recording
 
 STEPS = 9
@@ -94,38 +95,9 @@ def test_audio_equals_the_plain_model(ming: Ming, churn: Any, pool: int, chunk: 
     for name, case in ming.cases.items():
         result, steps = seen[name].result, len(case.latents) // PATCH
         assert (result["output_tokens"], result["finish_reason"]) == (steps, case.reason)
-        audio = seen[name].joined("audio").numpy()
+        audio = audio_of(ming.tiny.folder, seen[name].chunks)
         assert len(audio) == steps * STEP
         assert np.abs(audio - case.audio).max() < TOLERANCE, name
-
-
-@pytest.mark.parametrize("device_rows", [False, True])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_audio_that_is_not_finite_fails_its_request_and_no_other(ming: Ming, bad: float, device_rows: bool) -> None:
-    class Damaged(MingTask):
-        def take(self, request: Any, row: list[int]) -> bool:
-            ended = super().take(request, row)
-            if request.id == "voice 1" and len(request.outputs) == 2:
-                request.task.latents[-1] = torch.full((PATCH, LATENT), bad)
-            return ended
-
-    settings = EngineSettings(max_total_tokens=4096)
-    engine = AutoregressiveEngine.build(ming.model, Damaged(ming.model), settings, device_rows=device_rows)
-    for name in ("plain 0", "voice 1"):
-        engine.add(name, ming.cases[name].payload)
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-    ((name, error),) = [(each.request_id, each.error) for each in outputs if each.error is not None]
-    assert (name, str(error)) == (
-        "voice 1",
-        "the vocoder's samples are not all finite: the model's weights may be damaged",
-    )
-    assert isinstance(error, NotFinite)
-    audio = [chunk["audio"] for each in outputs if each.request_id == "plain 0" for chunk in each.chunks]
-    assert np.abs(np.concatenate(audio) - ming.cases["plain 0"].audio).max() < TOLERANCE
-    assert all(np.isfinite(chunk["audio"]).all() for each in outputs for chunk in each.chunks)
-    assert engine.stats()["kv_used_tokens"] == 0
 
 
 def test_a_step_in_device_rows_asks_the_host_nothing(ming: Ming) -> None:
@@ -152,65 +124,35 @@ def test_latents_go_through_ids_bit_by_bit(ming: Ming) -> None:
 
 
 def test_latents_equal_the_plain_model(ming: Ming) -> None:
-    said: dict[str, torch.Tensor] = {}
-
-    class Recording(MingTask):
-        def result(self, request: Any) -> dict[str, Any]:
-            said[request.id] = torch.cat(request.task.latents)
-            return super().result(request)
-
-    engine = AutoregressiveEngine.build(ming.model, Recording(ming.model), EngineSettings(max_total_tokens=4096))
+    engine = engine_for(ming)
     for name, case in ming.cases.items():
         engine.add(name, case.payload)
+    said: dict[str, list[np.ndarray]] = {name: [] for name in ming.cases}
     while engine.has_work:
-        engine.step()
+        for output in engine.step():
+            said[output.request_id] += [chunk["latents"] for chunk in output.chunks]
     for name, case in ming.cases.items():
-        assert (said[name] - case.latents).abs().max() < 1e-4 * case.latents.abs().max()
+        found = torch.from_numpy(np.concatenate(said[name]))
+        assert (found - case.latents).abs().max() < 1e-4 * case.latents.abs().max()
 
 
-@pytest.mark.parametrize("pieces", [[30], [1] * 30, [2] * 15, [7, 1, 22]])
-def test_decoding_in_pieces_gives_the_audio_of_the_whole(ming: Ming, pieces: list[int]) -> None:
-    latents = torch.randn(30, LATENT, generator=torch.Generator().manual_seed(1))
-    stream, parts = VaeStream(), latents.split(pieces)
-    found = [ming.model.vae.decode([Piece(part, stream, i == len(parts) - 1)])[0] for i, part in enumerate(parts)]
-    audio = torch.cat(found)
-    expected = ming.tiny.model.audio.decode(latents)
-    assert audio.shape == expected.shape == (30 * VAE_PATCH * 8,)
-    assert (audio - expected).abs().max() < 1e-5 * expected.abs().max()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_streams_decoded_together_are_those_decoded_alone(ming: Ming, seed: int) -> None:
-    """They begin at different times, and their pieces are as long as it comes."""
-    torch.manual_seed(seed)
-    random = np.random.default_rng(seed)
-    latents = [torch.randn(int(random.integers(1, 30)), LATENT) for _ in range(6)]
-    begins, streams = random.integers(0, 5, len(latents)), [VaeStream() for _ in latents]
-    sent, audio = [0] * len(latents), [list[torch.Tensor]() for _ in latents]
-    for now in range(100):
-        going = [i for i, all_of_it in enumerate(latents) if begins[i] <= now and sent[i] < len(all_of_it)]
-        pieces = []
-        for i in going:
-            stop = min(len(latents[i]), sent[i] + int(random.integers(1, 4)))
-            pieces.append(Piece(latents[i][sent[i] : stop], streams[i], stop == len(latents[i])))
-            sent[i] = stop
-        for i, samples in zip(going, ming.model.vae.decode(pieces), strict=True):
-            audio[i].append(samples)
-    for all_of_it, parts in zip(latents, audio, strict=True):
-        expected = ming.tiny.model.audio.decode(all_of_it)
-        found = torch.cat(parts)
-        assert found.shape == expected.shape
-        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
-
-
-def test_patches_of_many_speeches_are_one_call(ming: Ming, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, calls = [VaeStream() for _ in range(8)], list[int]()
-    decoder = ming.model.vae.decoder
-    decode = decoder.forward
-    monkeypatch.setattr(decoder, "forward", lambda x, *more: (calls.append(len(x)), decode(x, *more))[1])
-    for _ in range(3):
-        ming.model.vae.decode([Piece(torch.randn(PATCH, LATENT), stream, False) for stream in streams])
-    assert len(calls) == 3 and all(rows % 8 == 0 for rows in calls)
+@pytest.mark.parametrize("device_rows", [False, True])
+def test_latents_are_handed_over_early_at_first_and_then_some_together(ming: Ming, device_rows: bool) -> None:
+    task = MingTask(ming.model, hand_over=HandOver(2, 3))
+    settings = EngineSettings(max_total_tokens=4096)
+    engine = AutoregressiveEngine.build(ming.model, task, settings, device_rows=device_rows)
+    payloads = {name: {**case.payload, "speed": 1.5} for name, case in ming.cases.items()}
+    for name, payload in payloads.items():
+        engine.add(name, payload)
+    steps: dict[str, list[int]] = {name: [] for name in payloads}
+    while engine.has_work:
+        for output in engine.step():
+            assert all(chunk["speed"] == 1.5 for chunk in output.chunks)
+            steps[output.request_id] += [len(chunk["latents"]) / PATCH for chunk in output.chunks]
+    for name, case in ming.cases.items():
+        *pieces, last = steps[name]
+        assert pieces == [2, *[3] * (len(pieces) - 1)] and 1 <= last <= 3
+        assert sum(steps[name]) == len(case.latents) / PATCH
 
 
 @pytest.mark.parametrize("samples", [STEP, 3 * STEP, 5 * STEP - 3])

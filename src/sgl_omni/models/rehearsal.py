@@ -36,17 +36,18 @@ class _NoRequest:
         raise AssertionError("a vocoder yields its sound")
 
 
-def rehearsed(vocoder: Vocoder, codebooks: int) -> Vocoder:
-    """The vocoder; its rehearsal speaks ``FRAMES`` frames of codes 0 [frames, codebooks]."""
-    vocoder.rehearsal = partial(_speak, vocoder, codebooks)
+def rehearsed(vocoder: Vocoder, width: int, takes: str = "codes") -> Vocoder:
+    """The vocoder; its rehearsal speaks ``FRAMES`` frames of zeros [frames, width] of what it ``takes``: codes, one of
+    each codebook, or latents."""
+    vocoder.rehearsal = partial(_speak, vocoder, width, takes)
     return vocoder
 
 
-def _speak(vocoder: StreamStage[Any], codebooks: int) -> None:
+def _speak(vocoder: StreamStage[Any], width: int, takes: str) -> None:
     state = vocoder.open(_NoRequest())
     try:
-        codes = np.zeros((FRAMES, codebooks), np.int16)
-        chunk = {"codes": codes, "speed": 1.0, "reference_codes": None}
+        frames = np.zeros((FRAMES, width), np.int16 if takes == "codes" else np.float32)
+        chunk = {takes: frames, "speed": 1.0, "reference_codes": None}
         for _ in (*vocoder.feed(state, chunk), *vocoder.flush(state)):
             pass
     finally:

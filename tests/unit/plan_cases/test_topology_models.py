@@ -179,5 +179,6 @@ def test_without_the_key_a_fused_pipeline_is_what_it_was() -> None:
     assert processes(planned("ming_omni_tts")) == (
         "preprocessing: preprocessing, reference_encoder",
         "pipeline: tts_engine",
+        "vocoder: vocoder",
     )
     assert planned("ming_omni_tts", "--fused_stages", "none") == shipped

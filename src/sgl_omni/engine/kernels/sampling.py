@@ -32,15 +32,14 @@ def _mix(x):
 
 
 @triton.jit
-def _number(logit):
-    """In float32; what is no number is never chosen."""
-    x = logit.to(tl.float32)
+def _number(x):
+    """What is no number is never chosen."""
     return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
 def _read(place, inside):
-    return _number(tl.load(place, mask=inside, other=float("-inf")))
+    return _number(tl.load(place, mask=inside, other=float("-inf")).to(tl.float32))
 
 
 @triton.jit
@@ -149,12 +148,12 @@ def _sample(
     state = fields + tl.load(rows + tl.load(ends + row)) * width
     i = tl.arange(0, BLOCK)
     inside = i < vocabulary
-    logit = tl.load(logits + (row * columns + column) * vocabulary + i, mask=inside, other=float("-inf"))
+    x = tl.load(logits + (row * columns + column) * vocabulary + i, mask=inside, other=float("-inf")).to(tl.float32)
     if NOTES:
         # Forbidden, a number, or neither: there is a choice where a number is the most of all.
-        kind = tl.max(tl.where(logit < float("inf"), tl.where(logit > float("-inf"), 1, 0), 2), 0)
+        kind = tl.max(tl.where(x < float("inf"), tl.where(x > float("-inf"), 1, 0), 2), 0)
         tl.store(lost + row, 1, mask=kind != 1)
-    x = _number(logit)
+    x = _number(x)
     temperature = tl.load(state + TEMPERATURE).to(tl.float32, bitcast=True)
     top_k = tl.load(state + TOP_K)
     if (temperature == 0) | (top_k == 1):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sgl_omni.audio.stretch import TimeStretch
 from sgl_omni.engine.attention import Attend
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.decoder import Decoder
@@ -24,17 +23,14 @@ from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.ming_omni_tts.blocks import TIMES, Aggregator, Flow, Linear
 from sgl_omni.models.ming_omni_tts.files import ARCHITECTURE
 from sgl_omni.models.ming_omni_tts.spec import SPEAKER_SIZE, MingSpec
-from sgl_omni.models.ming_omni_tts.vae import WINDOW, VaeDecoder, VaeStream
 
-SHARE_POLICY = SharePolicy(ARCHITECTURE, remarks="the window of the audio's frames")
+SHARE_POLICY = SharePolicy(ARCHITECTURE)
 
 GUIDANCE, STIRRING = 2.0, 0.25
 """As the model's authors sample: the weight of guidance, and of noise that a temperature above 0 adds to each step."""
 
 _IGNORED = (
-    "audio.encoder.*",
-    "audio.decoder.decoder.embed_tokens.weight",
-    WINDOW,
+    "audio.*",
     "model.lm_head.weight",
     "model.model.layers.*.mlp.audio_gate.weight",
     "model.model.layers.*.mlp.image_gate.weight",
@@ -45,28 +41,22 @@ _LEAST_STEPS = 4
 """The model may end its speech after one more than these."""
 
 
-@dataclass(slots=True, eq=False)
+ENDS = 1
+"""What a row begins with that ends the speech; others begin with 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Speech:
-    """What a request has said: ``latents``, each [patch, latent_size], and the last ones as the flow sees them,
-    ``history`` [history, latent_size], in the host's memory; ``samples``: what the newest ones made."""
+    """``heard`` float32 [history, latent_size]: what the flow looks back on at first, in the host's memory."""
 
-    history: Tensor
+    heard: Tensor
     speed: float
-    latents: list[Tensor] = field(default_factory=list[Tensor])
-    stream: VaeStream = field(default_factory=VaeStream)
-    samples: Tensor = field(default_factory=lambda: torch.empty(0))
-    stretch: TimeStretch | None = None
-
-    def say(self, latents: Tensor) -> None:
-        self.latents.append(latents)
-        self.history = torch.cat([self.history[len(latents) :], latents])
 
 
 class MingModel(LoadedModel):
-    """A row is 1 where the speech ends with it, else 0, and the bits of its latents, of patch * latent_size float32.
+    """A row is ``ENDS`` where the speech ends with it, else 0, and the bits of its patch * latent_size float32.
 
     So outputs are ids for the engine, which hands them on to the next step. Device rows keep the history beside them.
-    ``vae`` makes the latents audio; it is here so that replicas share its weights too.
     """
 
     def __init__(self, spec: MingSpec) -> None:
@@ -80,7 +70,6 @@ class MingModel(LoadedModel):
         self.aggregator = Aggregator(spec)
         self.end = Linear(spec.decoder.hidden_size, 2)
         self.speaker = Linear(SPEAKER_SIZE, spec.decoder.hidden_size)
-        self.vae = VaeDecoder(spec.vae)
 
     @classmethod
     def load(
@@ -91,7 +80,7 @@ class MingModel(LoadedModel):
         *,
         weights: WeightStore | None = None,
     ) -> MingModel:
-        """Reads a checkpoint but for the VAE's encoder, the unused text head, and the experts' gates for sound
+        """Reads a checkpoint but for the audio VAE, the unused text head, and the experts' gates for sound
         and pictures, as the published code chooses by the one for text.
 
         Its tensors live where ``weights`` says, in memory of their own by default.
@@ -107,7 +96,6 @@ class MingModel(LoadedModel):
             dtype=dtype,
             policy=SHARE_POLICY,
         )
-        model.vae.read_window(checkpoint, device)
         return model
 
     @property
@@ -132,8 +120,22 @@ class MingModel(LoadedModel):
         return x
 
     def latents_of(self, rows: Tensor) -> Tensor:
-        """int64 [n, columns] -> float32 [n, patch, latent_size]"""
-        return rows[:, 1:].to(torch.int32).view(torch.float32).unflatten(1, (self.spec.patch, -1))
+        """Whole numbers [n, columns] -> float32 [n, patch, latent_size]"""
+        return rows[:, 1:].to(torch.int32).contiguous().view(torch.float32).unflatten(1, (self.spec.patch, -1))
+
+    def latents_said(self, request: Request, start: int = 0, stop: int | None = None) -> Tensor:
+        """Of the request's outputs from ``start`` to ``stop``, of which there is one: float32 [n, patch, latent_size],
+        in the host's memory."""
+        return self.latents_of(torch.from_numpy(request.outputs.array(start, stop)))
+
+    def history(self, request: Request) -> Tensor:
+        """What the flow looks back on after the outputs so far: float32 [history, latent_size], in host memory."""
+        heard: Tensor = request.task.heard
+        if not request.outputs:
+            return heard
+        steps = math.ceil(self.spec.history / self.spec.patch)
+        said = self.latents_said(request, max(0, len(request.outputs) - steps)).flatten(0, 1)
+        return torch.cat([heard, said])[-self.spec.history :]
 
     def embed(self, chunks: Sequence[Chunk]) -> Tensor:
         weight = self.embedding.weight
@@ -145,12 +147,15 @@ class MingModel(LoadedModel):
             request, split = chunk.request, min(chunk.stop, chunk.request.prompt_length)
             if chunk.start < split:
                 x[row : row + split - chunk.start] = request.prompt.rows[chunk.start : split].to(x)
-            for position in range(max(chunk.start, split), chunk.stop):
-                said.append(request.task.latents[position - request.prompt_length])
-                places.append(row + position - chunk.start)
+            start = max(chunk.start, split)
+            if start < chunk.stop:
+                said.append(
+                    self.latents_said(request, start - request.prompt_length, chunk.stop - request.prompt_length)
+                )
+                places.extend(range(row + start - chunk.start, row + chunk.length))
             row += chunk.length
         if said:
-            x[torch.tensor(places, device=x.device)] = self.aggregator(torch.stack(said).to(x))
+            x[torch.tensor(places, device=x.device)] = self.aggregator(torch.cat(said).to(x))
         return x
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -171,7 +176,7 @@ class MingModel(LoadedModel):
         seeds = torch.tensor([seed_key(request.sampling.seed) for request in requests], device=hidden.device)
         steps = torch.tensor([len(request.outputs) for request in requests], device=hidden.device)
         temperatures = torch.tensor([request.sampling.temperature for request in requests], device=hidden.device)
-        history = torch.stack([request.task.history for request in requests]).to(hidden.device)
+        history = torch.stack([self.history(request) for request in requests]).to(hidden.device)
         return _with_latents(rows, self._next_latents(hidden, history, step_keys(seeds, steps), temperatures))
 
     def finish_rows(self, ids: Tensor, hidden: Tensor, state: RowState) -> tuple[Tensor, None]:
@@ -181,8 +186,7 @@ class MingModel(LoadedModel):
         return _with_latents(ids, latents), None
 
     def begin_kept(self, request: Request) -> Tensor:
-        history: Tensor = request.task.history
-        return history
+        return self.history(request)
 
     def _next_latents(self, hidden: Tensor, history: Tensor, keys: Tensor, temperatures: Tensor) -> Tensor:
         """Of n requests: float32 [n, patch, latent_size]."""
@@ -199,7 +203,6 @@ class MingModel(LoadedModel):
         yield from self.aggregator.slots("linear_proj_audio.")
         yield from self.end.slots("stop_head")
         yield from self.speaker.slots("spk_head")
-        yield from self.vae.slots("audio.decoder.")
 
 
 def _decided(logits: Tensor, steps: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Ming-Omni-TTS as a pipeline: preprocessing -> reference_encoder -> tts_engine. Imports no torch.
+"""Ming-Omni-TTS as a pipeline: preprocessing -> reference_encoder -> tts_engine ==> vocoder. Imports no torch.
 
-Both edges carry plain payloads (fields of the request; the reference voice's samples and latents as arrays), so
-each stage may run in a process of its own.
+All edges carry plain payloads (fields of the request; samples and latents as arrays), so each stage may run in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STAGES = "sgl_omni.models.ming_omni_tts.stages"
 
 
 class MingOmniTTSPipelineConfig(PipelineConfig):
-    """Ming-Omni-TTS on one GPU: three stages, each in its own Process."""
+    """Ming-Omni-TTS on one GPU: four stages, each in its own Process."""
 
     model_ids: ClassVar[tuple[str, ...]] = ("inclusionAI/Ming-omni-tts-0.5B", "inclusionAI/Ming-omni-tts-16.8B-A3B")
     architectures: ClassVar[tuple[str, ...]] = (ARCHITECTURE,)
@@ -41,6 +41,14 @@ class MingOmniTTSPipelineConfig(PipelineConfig):
             "process": "pipeline",
             "gpu": 0,
             "gpu_memory_fraction": 0.85,
+            "next": "vocoder",
+            "stream_to": ["vocoder"],
+        },
+        "vocoder": {
+            "factory_path": f"{_STAGES}.create_vocoder",
+            "process": "vocoder",
+            "gpu": 0,
+            "gpu_memory_fraction": 0.05,
             "terminal": True,
         },
     }

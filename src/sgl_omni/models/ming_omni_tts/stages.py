@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from sgl_omni.models.defaults import most_streams
 from sgl_omni.models.dtypes import dtype_of
 from sgl_omni.models.folder import find_folder, read_json
 from sgl_omni.models.ming_omni_tts.files import EXPERTS, SPEAKER_MODEL, why_no_speakers
-from sgl_omni.runtime.stage import EngineStage, FunctionStage, Payload, Request
+from sgl_omni.runtime.stage import EngineStage, FunctionStage, Payload, Request, StreamStage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+FIRST_STEPS, THEN_STEPS = 1, 3
+"""Steps (of 0.32 s) that are decoded together: at the beginning, so that audio is there soon, and later."""
 
 
 def create_preprocessing(model_path: str) -> FunctionStage:
@@ -91,14 +95,39 @@ def create_engine(
     budget_bytes: int | None = None,
     default_max_steps: int = 200,
 ) -> EngineStage:
-    """Prompt to latent patches and, patch by patch, to audio."""
+    """Prompts to latents."""
     from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
+    from sgl_omni.engine.task import HandOver
     from sgl_omni.models.ming_omni_tts.model import MingModel
     from sgl_omni.models.ming_omni_tts.task import MingTask
 
     dtype = dtype_of((engine or {}).get("dtype"), device, "engine.dtype")
     model = MingModel.load(find_folder(model_path), device, dtype, weights=weights)
-    task = MingTask(model, default_max_steps=default_max_steps)
+    task = MingTask(model, default_max_steps=default_max_steps, hand_over=HandOver(FIRST_STEPS, THEN_STEPS))
     settings = EngineSettings.parse(engine or {}, budget_bytes=budget_bytes)
     positions = model.spec.decoder.max_positions
     return EngineStage(AutoregressiveEngine.build(model, task, settings, max_positions=positions))
+
+
+def create_vocoder(
+    model_path: str,
+    gpu_id: int | None = None,
+    device: str = "cpu",
+    dtype: str | None = None,
+    num_threads: int = 1,
+    max_batch: int | None = None,
+) -> StreamStage[Any]:
+    """Latents to audio, at the asked speed; ``max_batch`` as `most_streams` says."""
+    from sgl_omni.engine.task import HandOver
+    from sgl_omni.models.ming_omni_tts.vae_decoder import VaeDecoder
+    from sgl_omni.models.ming_omni_tts.vae_streams import VaeStreams
+    from sgl_omni.models.ming_omni_tts.vocoder import MingVocoder
+    from sgl_omni.models.rehearsal import rehearsed
+
+    folder, most = find_folder(model_path), most_streams(max_batch, device)
+    patch = read_json(folder)["ditar_config"]["patch_size"]
+    pieces = HandOver(FIRST_STEPS * patch, THEN_STEPS * patch)
+    streams = VaeStreams(VaeDecoder.load(folder, device, dtype_of(dtype, device)), rows=4 * most)
+    streams.capture(most, pieces.then)
+    vocoder = MingVocoder(streams, pieces, num_threads, most)
+    return rehearsed(vocoder, streams.decoder.spec.latent_size, "latents")

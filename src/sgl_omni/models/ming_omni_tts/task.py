@@ -1,35 +1,31 @@
-"""The host side of Ming-Omni-TTS: prompts in, audio out."""
+"""The host side of Ming-Omni-TTS: prompts in, latents out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from sgl_omni.audio.chunk import audio_chunk, clipped
-from sgl_omni.audio.stretch import TimeStretch
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Prompt, Request, Sampling
-from sgl_omni.engine.task import Task, number, whole_number
+from sgl_omni.engine.task import HandOver, Task, number, whole_number
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.ming_omni_tts.model import MingModel, Speech
-from sgl_omni.models.ming_omni_tts.vae import Piece
+from sgl_omni.models.ming_omni_tts.model import ENDS, MingModel, Speech
 
 
 class MingTask(Task):
     """``ids`` [length], ``speaker_at``, and ``latents`` [n, latent_size] and ``speaker`` [192] of a reference;
-    ``seed``, ``temperature``, ``speed``. Chunks are ``{"audio": float32 [samples], "sample_rate": int}``.
+    ``seed``, ``temperature``, ``speed``. Chunks are ``latents`` float32 [n, latent_size] and the asked ``speed``.
     """
 
     embeds_prompts = True
+    end_ids = frozenset([ENDS])
 
-    def __init__(self, model: MingModel, *, default_max_steps: int = 200) -> None:
+    def __init__(self, model: MingModel, *, default_max_steps: int = 200, hand_over: HandOver | None = None) -> None:
+        """``hand_over``: of steps."""
         self._model = model
-        self._vae = model.vae
         self._default_max_steps = default_max_steps
+        self._hand_over = hand_over or HandOver()
 
     def parse(self, request_id: str, payload: Payload) -> Request:
         spec = self._model.spec
@@ -45,50 +41,35 @@ class MingTask(Task):
             Prompt(embeddings=prompt),
             max_outputs=steps,
             sampling=Sampling(temperature=number(payload, "temperature", 0.0), seed=whole_number(payload, "seed", 0)),
-            task=Speech(history=self._history(latents), speed=number(payload, "speed", 1.0)),
+            due=self._hand_over.first,
+            task=Speech(heard=self._heard(latents), speed=number(payload, "speed", 1.0)),
         )
 
-    def _history(self, latents: Tensor) -> Tensor:
+    def _heard(self, latents: Tensor) -> Tensor:
         spec = self._model.spec
-        history = torch.zeros(spec.history, spec.latent_size)
+        heard = torch.zeros(spec.history, spec.latent_size)
         known = latents[-spec.history :]
-        history[spec.history - len(known) :] = known
-        return history
-
-    def take_all(self, rows: Sequence[tuple[Request, list[int]]]) -> list[tuple[Request, bool]]:
-        """All speeches that have something new go through the VAE's decoder together."""
-        taken = super().take_all(rows)
-        pieces: list[Piece] = []
-        for request, ended in taken:
-            speech: Speech = request.task
-            pieces.append(Piece(torch.cat(speech.latents[request.sent :]), speech.stream, ended))
-            request.sent = len(speech.latents)
-        for (request, _), samples in zip(taken, self._vae.decode(pieces), strict=True):
-            request.task.samples = samples
-        return taken
+        heard[spec.history - len(known) :] = known
+        return heard
 
     def take(self, request: Request, row: list[int]) -> bool:
         request.outputs.append(row)
-        request.task.say(self._model.latents_of(torch.tensor([row]))[0])
-        if row[0] == 1:
+        if row[0] == ENDS:
             request.finish_reason = "stop"
         elif request.is_at_limit:
             request.finish_reason = "length"
         return request.finish_reason is not None
 
-    def chunk(self, request: Request) -> Payload | None:
-        speech: Speech = request.task
-        samples = clipped(speech.samples.numpy())
-        audio = self._at_speed(speech, samples, request.finish_reason is not None)
-        return audio_chunk(audio, self._vae.spec.sample_rate) if len(audio) else None
+    def quiet_rows(self, request: Request) -> int:
+        return request.max_outputs - 1 - len(request.outputs)
 
-    def _at_speed(self, speech: Speech, samples: NDArray[np.float32], ended: bool) -> NDArray[np.float32]:
-        if speech.speed == 1:
-            return samples
-        if speech.stretch is None:
-            speech.stretch = TimeStretch(speech.speed, self._vae.spec.sample_rate)
-        parts = [speech.stretch.feed(samples), *([speech.stretch.flush()] if ended else [])]
-        return np.concatenate(parts)
+    def chunk(self, request: Request) -> Payload | None:
+        if request.sent == len(request.outputs):
+            return None
+        latents = self._model.latents_said(request, request.sent)
+        request.sent = len(request.outputs)
+        request.due = request.sent + self._hand_over.frames_after(request.sent)
+        return {"latents": latents.flatten(0, 1).numpy(), "speed": request.task.speed}
 
     def result(self, request: Request) -> Payload:
         return {
