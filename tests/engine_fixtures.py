@@ -71,6 +71,11 @@ EVERY_RUNNER = pytest.mark.parametrize("device_rows", [False, True, "captured"],
 """All in one pass; in device rows, ahead; the same in steps that run as a GPU's graphs do (``captured_steps``)."""
 
 
+def spoil_new_memory() -> None:
+    """In the rest of this process, memory that `torch.empty` gives out holds NaN, as it may on a GPU."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 class RunAgain:
     """In place of ``StepGraphs`` where nothing can be captured: the same buckets and tensors; the step is called."""
 

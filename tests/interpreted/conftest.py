@@ -16,7 +16,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "unit")]
 
-from engine_fixtures import one_thread  # noqa: E402
+from engine_fixtures import one_thread, spoil_new_memory  # noqa: E402
 
 __all__ = ["one_thread"]
 
@@ -32,6 +32,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch, is_interpreted: None) -> Iterato
     """Models take a GPU's path; afterwards it must have been taken."""
     from sgl_omni.engine.kernels import attention
 
+    spoil_new_memory()
     kernel = Mock(wraps=attention.decode_attention)
     monkeypatch.setattr("sgl_omni.engine.platform.everywhere", True)
     monkeypatch.setattr(attention, "decode_attention", kernel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,8 @@ import torch
 from engine_fixtures import captured_steps, churn, one_thread
 
 __all__ = ["captured_steps", "churn", "one_thread"]
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests of all families take the models of each family's own
 
 
 @dataclass(frozen=True)

@@ -232,10 +232,11 @@ import sgl_omni.engine.decoder_graphs as graphs
 import sgl_omni.engine.platform as platform
 sys.path[:0] = [{tests!r}]
 import tiny_higgs as tiny
-from engine_fixtures import RunAgain
+from engine_fixtures import RunAgain, spoil_new_memory
 import sgl_omni.models.higgs_audio_v2.codec_decoder as codec_decoder
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
 
+spoil_new_memory()
 spec, folder = CodecSpec.parse(tiny.CODEC, "tiny"), Path({folder!r})
 codes = torch.randint(0, tiny.CODES, (2, 2, tiny.BOOKS), generator=torch.Generator().manual_seed(3)).numpy()
 pieces = [codes[0], codes[1, :1]]

@@ -124,10 +124,11 @@ import sgl_omni.engine.platform as platform
 import sgl_omni.engine.decoder_graphs as graphs
 import sgl_omni.engine.kernels.rings as rings
 import sgl_omni.models.moss_tts_local.codec as codec
-from engine_fixtures import RunAgain
+from engine_fixtures import RunAgain, spoil_new_memory
 from test_moss_codec import CODES, spoken_in_turns
 from tiny_moss import BOOKS
 
+spoil_new_memory()
 folder = Path({folder!r})
 generator = torch.Generator().manual_seed(5)
 recordings = [torch.randint(0, CODES, (frames, BOOKS), generator=generator) for frames in (3, 17, 16)]

@@ -550,12 +550,16 @@ def test_windows_of_several_lengths_decode_together_as_alone(vocoder: Vocoder) -
 
 
 GPU_PATH = """
+import sys
 from pathlib import Path
 import numpy as np
 import torch
+sys.path[:0] = [{tests!r}]
+from engine_fixtures import spoil_new_memory
 import sgl_omni.engine.platform as platform
 from sgl_omni.models.qwen3_omni.code2wav import Vocoder
 
+spoil_new_memory()
 torch.set_num_threads(1)
 rng = np.random.default_rng(5)
 windows = [rng.integers(0, {codes}, ({groups}, frames)) for frames in (1, 2)]
@@ -575,7 +579,8 @@ print("all checked")
 @pytest.mark.slow
 def test_a_gpus_kernels_decode_what_transformers_does(omni: Omni) -> None:
     """In a process of its own, because Triton decides at import whether it interprets."""
-    program = GPU_PATH.format(folder=str(omni.folder), codes=tiny.CODES, groups=tiny.GROUPS)
+    tests = str(Path(__file__).parents[1])
+    program = GPU_PATH.format(tests=tests, folder=str(omni.folder), codes=tiny.CODES, groups=tiny.GROUPS)
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=900)
     assert done.stdout.endswith("all checked\n"), done.stderr

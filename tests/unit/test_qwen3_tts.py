@@ -196,8 +196,9 @@ import tiny_qwen3_tts as tiny
 import sgl_omni.engine.platform as platform
 import sgl_omni.engine.decoder_graphs as graphs
 import sgl_omni.models.qwen3_tts.codec as codec
-from engine_fixtures import RunAgain
+from engine_fixtures import RunAgain, spoil_new_memory
 
+spoil_new_memory()
 torch.set_num_threads(1)
 folder = Path({folder!r})
 rng = np.random.default_rng(3)

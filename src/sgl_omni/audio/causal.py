@@ -66,6 +66,14 @@ class Batch:
             return torch.full_like(self._seen, self._longest, dtype=torch.int32)
         return self._ends.to(torch.int32)
 
+    def filled(self, x: Tensor) -> Tensor:
+        """x [batch, steps, width] with zeros behind the end of each row, where there may be anything: what attention
+        does not look at must be numbers, too."""
+        if self._ends is None:
+            return x
+        beyond = torch.arange(x.shape[1], device=x.device) >= self._steps(self._ends, x.shape[1])[:, None]
+        return x.masked_fill(beyond[..., None], 0)
+
     def behind(self, part: Hashable, x: Tensor, dim: int = -1) -> Tensor:
         """x [batch, ..., steps, ...] behind what the part remembers along ``dim``; it then remembers the end of it."""
         kept = self.kept(part).view(-1, *self._layout.places[part][1])

@@ -46,7 +46,7 @@ class CodecKernels:
         x = with_room(F.embedding(codes + self._offsets, self._table).sum(-2), self._before.behind, self._dtype)
         lengths = batch.lengths()
         self._past(batch, lengths)(self._before, x, 1)
-        x = self._before(x, lengths, 1)
+        x = batch.filled(self._before(x, lengths, 1))
         rows, frames, _ = x.shape
         every = lengths.new_full((1,), rows * frames)
         rotation = self._transformer.rotation(batch.positions(frames), x.dtype)
