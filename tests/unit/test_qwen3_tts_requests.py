@@ -148,7 +148,7 @@ def test_recordings_that_are_none(tmp_path: Path, audio: bytes | None, message: 
     references = References.load(tiny.build(tmp_path, "base"))
     with pytest.raises(InvalidRequest, match=message) as caught:
         references.read(audio, with_codes=True)
-    assert caught.value.param == "references"
+    assert caught.value.param == "references[0].audio"
 
 
 def without(*parts: str) -> Callable[[Path], object]:

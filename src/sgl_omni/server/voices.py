@@ -20,7 +20,6 @@ from sgl_omni.server.speech_references import MAX_REFERENCE_BYTES, reference_of
 
 MAX_VOICES = 256
 MAX_ALL_BYTES = 256 << 20
-MAX_VOICE_SECONDS = 300.0
 MAX_TEXT_BYTES = 1 << 16
 NAME = re.compile(r"[^\W_][\w.-]{0,63}")
 FIELDS = ("name", "audio_sample", "file", "ref_text", "text", "consent")
@@ -148,10 +147,18 @@ async def _read(form: FormData, task: SpeechTask, store: VoiceStore) -> Voice:
     audio = await _audio(form)
     store.check(name, len(audio))
     samples = await asyncio.to_thread(
-        decode_audio, audio, task.sample_rate, param="audio_sample", max_seconds=MAX_VOICE_SECONDS
+        decode_audio, audio, task.sample_rate, param="audio_sample", max_seconds=task.max_reference_seconds
     )
+    seconds = len(samples) / task.sample_rate
+    if seconds < task.least_reference_seconds:
+        raise InvalidRequest(
+            f"the recording lasts {seconds:.2f} s; this model needs at least {task.least_reference_seconds:g} s",
+            "audio_sample",
+        )
     reference = reference_of(audio, text, "audio_sample")
-    return Voice(name, reference, len(samples) / task.sample_rate, int(time.time()))
+    if task.needs_reference_text and reference["text"] is None:
+        raise InvalidRequest("this model needs what is said in the recording, as ref_text", "ref_text")
+    return Voice(name, reference, seconds, int(time.time()))
 
 
 def _text(form: FormData, *names: str) -> str | None:

@@ -19,7 +19,7 @@ from sgl_omni.models.tokens import check_tokens
 TEXT_END = "<|end_of_text|>"
 ARCHITECTURE = "CsmForConditionalGeneration"
 SPEAKERS = tuple(map(str, range(10)))
-MAX_REFERENCES = 8
+MAX_REFERENCES, MAX_REFERENCE_SECONDS = 8, 60.0
 TABLES = ("backbone_model.embed_tokens.embed_audio_tokens.weight", "depth_decoder.model.embed_tokens.weight")
 """Backbone and depth decoder have one table of codes, which a checkpoint holds under either name, or both."""
 _FIELDS = (

@@ -36,6 +36,7 @@ CODEC_PREFIX = "tied.embedding.modality_embeddings.0.model."
 
 CODEC_ID = "bosonai/higgs-audio-v2-tokenizer"
 CODEC_FOLDER = "audio_tokenizer"
+MAX_REFERENCE_SECONDS = 60.0
 
 _V2_FIELDS = (
     "hidden_size",

@@ -14,6 +14,7 @@ from sgl_omni.models.numbers import check_ids
 from sgl_omni.models.tokens import check_tokens
 
 ARCHITECTURE = "MossTTSLocalModel"
+MAX_REFERENCE_SECONDS = 60.0
 _CODEC_ID = "OpenMOSS-Team/MOSS-Audio-Tokenizer-v2"
 _FIELDS = (
     "qwen3_config.hidden_size",

@@ -8,7 +8,7 @@ from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
 from sgl_omni.models.folder import check_tensors, read_json
 from sgl_omni.models.qwen3_tts.codec_shapes import check_decoder, check_encoders
-from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE, BASE, ModelFacts
+from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE, BASE, LEAST_SECONDS, MOST_SECONDS, ModelFacts
 from sgl_omni.models.qwen3_tts.spec import TalkerSpec, talker_shapes
 from sgl_omni.models.tokens import check_tokens
 
@@ -80,6 +80,8 @@ class Qwen3TTSPipelineConfig(PipelineConfig):
                 default_voice=voices[0] if voices else None,
                 sample_rate=facts.sample_rate,
                 max_references=1 if facts.kind == BASE else 0,
+                least_reference_seconds=LEAST_SECONDS,
+                max_reference_seconds=MOST_SECONDS,
                 takes_instructions=facts.takes_instructions,
                 languages=facts.spoken_languages,
             )
