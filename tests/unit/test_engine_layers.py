@@ -209,7 +209,7 @@ def test_a_part_of_a_sharded_checkpoint_is_read_by_its_prefix(tmp_path: Path) ->
 def test_missing_unknown_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     write(tmp_path, {"model.safetensors": {"talker.a": torch.zeros(2, 3), "talker.c": torch.zeros(1)}})
     slots = slots_of(a=(2, 3), b=(4,))
-    with pytest.raises(CheckpointError, match=r"'talker\.': missing: talker\.b; unknown: talker\.c"):
+    with pytest.raises(CheckpointError, match=r"missing: talker\.b; .*safetensors: unknown to this model: talker\.c"):
         Checkpoint(tmp_path).load(slots.values(), prefix="talker.")
     Checkpoint(tmp_path).load([slots["a"]], prefix="talker.", ignore=["*.c"])
     with pytest.raises(CheckpointError, match=r"talker\.a is \[2, 3\], not \[3, 3\]"):

@@ -200,7 +200,12 @@ def test_damaged_checkpoints_are_refused_by_name(
     [
         ("config.json", {"talker_config.num_hidden_layers": 3}, create_engine, "missing: talker.model.layers.2"),
         (CODEC, {"decoder_config.latent_dim": ...}, create_vocoder, "lacks the field decoder_config.latent_dim"),
-        (CODEC, {"decoder_config.num_hidden_layers": 1}, create_vocoder, "unknown: decoder.pre_transformer.layers.1"),
+        (
+            CODEC,
+            {"decoder_config.num_hidden_layers": 1},
+            create_vocoder,
+            "unknown to this model: decoder.pre_transformer.layers.1",
+        ),
         (CODEC, {"encode_downsample_rate": ...}, create_preprocessing, "lacks the field encode_downsample_rate"),
     ],
 )

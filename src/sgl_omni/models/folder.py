@@ -158,19 +158,28 @@ def check_weights(folder: Path, dtypes: Collection[str] = LOADABLE) -> dict[str,
     return entries
 
 
-def check_tensors(folder: Path, shapes: Callable[[], Named] = lambda: iter(()), parts: Sequence[str] = ()) -> None:
+def check_tensors(
+    folder: Path,
+    shapes: Callable[[], Named],
+    parts: Sequence[str] = (),
+    *,
+    within: str = "",
+    ignore: Sequence[str] | None = None,
+) -> None:
     """Raises ``InvalidRequest`` that names the file and the tensors where those of ``shapes`` are missing, of another
     shape or no floats, and the field where the config has no such shapes.
 
-    ``parts``: prefixes below which there must be something, told first and as such. Tensors that nobody wants are not
-    looked for; the stage that loads a part refuses them before it takes memory.
+    ``parts``: prefixes below which there must be something, told first and as such. With ``ignore``, patterns of names
+    that published checkpoints may hold and nobody reads, all other tensors below ``within`` are refused too; without,
+    the stage that loads a part refuses them before it takes memory.
     """
     entries = check_weights(folder)
     absent = [part for part in parts if not any(name.startswith(part) for name in entries)]
     if absent:
         raise InvalidRequest(f"{folder} holds no tensors below {', '.join(absent)}", param="model_path")
     try:
-        check_shapes(entries, shapes(), str(folder))
+        prefix = None if ignore is None else within
+        check_shapes(entries, shapes(), str(folder), prefix=prefix, ignore=ignore or ())
     except (CheckpointError, StartupError) as error:
         told = str(error) if isinstance(error, CheckpointError) else f"{folder / 'config.json'}: {error}"
         raise InvalidRequest(told, param="model_path") from error

@@ -22,6 +22,8 @@ SPEAKERS = tuple(map(str, range(10)))
 MAX_REFERENCES, MAX_REFERENCE_SECONDS = 8, 60.0
 TABLES = ("backbone_model.embed_tokens.embed_audio_tokens.weight", "depth_decoder.model.embed_tokens.weight")
 """Backbone and depth decoder have one table of codes, which a checkpoint holds under either name, or both."""
+UNREAD = ("*.rotary_emb.inv_freq", "*.audio_tokens_offsets", *TABLES)
+"""What checkpoints may hold besides."""
 _FIELDS = (
     "hidden_size",
     "text_vocab_size",
@@ -81,6 +83,7 @@ def checked(model_path: str) -> dict[str, Any]:
         folder,
         lambda: chain(engine_shapes(CsmSpec.parse(config), table), mimi_shapes(codec, "codec_model.")),
         parts=["codec_model."],
+        ignore=UNREAD,
     )
     check_tokens(folder, config, "text_vocab_size", [TEXT_END])
     return config

@@ -11,7 +11,7 @@ from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.shapes import causal_shapes
 from sgl_omni.models.folder import check_tensors, read_json
 from sgl_omni.models.qwen3_asr.spec import ARCHITECTURE, AsrSpec
-from sgl_omni.models.qwen3_omni.tower_shapes import audio_shapes
+from sgl_omni.models.qwen3_omni.tower_shapes import COMPUTED, audio_shapes
 from sgl_omni.models.tokens import check_tokens
 
 _STAGES = "sgl_omni.models.qwen3_asr.stages"
@@ -73,6 +73,7 @@ class Qwen3AsrPipelineConfig(PipelineConfig):
                 audio_shapes(spec.audio, spec.layout.tower, spec.layout.elsewhere),
             ),
             parts=[spec.layout.tower],
+            ignore=[*COMPUTED, f"{spec.layout.head}.weight"],
         )
         at = spec.layout.config
         audio = {f"{at}audio_token_id": "<|audio_pad|>"}
