@@ -513,3 +513,10 @@ async def test_a_voice_is_known_however_it_is_capitalised(asgi, backend):
     for name in ("bert", "Bert", "BERT"):
         assert (await asgi.post("/v1/audio/speech", json=SAY | {"voice": name})).status_code == 200
     assert {handle.payload["voice"] for handle in backend.handles} == {"bert"}
+
+
+@pytest.mark.parametrize("body", [{}, {"stream": False}, {"stream_format": "sse"}])
+async def test_a_refusal_of_the_pipeline_that_names_no_field_is_of_the_text(asgi, backend, body):
+    backend.script = failing(InvalidRequest("makes a prompt of 9 positions; the model has 8"))
+    response = await asgi.post("/v1/audio/speech", json=SAY | body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "input")

@@ -142,7 +142,7 @@ def one_prompt(value: Any) -> str | list[int]:
         raise InvalidRequest("prompt must be a text or a list of token ids", "prompt")
     if all(isinstance(each, int) and not isinstance(each, bool) for each in value):
         if not all(0 <= each < 2**31 for each in value):
-            raise InvalidRequest("prompt: token ids are 0 or more", "prompt")
+            raise InvalidRequest("prompt: token ids are whole numbers from 0 to 2147483647", "prompt")
         return value
     if not all(isinstance(each, (str, list)) for each in value):
         raise InvalidRequest("prompt must be a text or a list of token ids", "prompt")

@@ -74,13 +74,15 @@ def speech_response(call: SpeechCall, handle: RequestHandle, sample_rate: int, m
     audio = spoken(handle, measured, call.source)
     if call.whole:
         body = whole_file(audio, call.format, sample_rate)
-        return PipelineResponse(handle, body, measured, MEDIA_TYPES[call.format], headers, whole=True)
+        return PipelineResponse(handle, body, measured, MEDIA_TYPES[call.format], headers, about="input", whole=True)
     pieces = encoded(audio, call.format, sample_rate)
     headers |= STREAM_HEADERS
     if call.events:
         events = speech_events(pieces, handle)
-        return PipelineResponse(handle, events, measured, "text/event-stream", headers, last_words=error_event)
-    return PipelineResponse(handle, pieces, measured, MEDIA_TYPES[call.format], headers)
+        return PipelineResponse(
+            handle, events, measured, "text/event-stream", headers, about="input", last_words=error_event
+        )
+    return PipelineResponse(handle, pieces, measured, MEDIA_TYPES[call.format], headers, about="input")
 
 
 async def spoken(
