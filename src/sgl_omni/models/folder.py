@@ -14,6 +14,7 @@ from sgl_omni.json_files import read_object
 from sgl_omni.models.fields import check_kinds
 from sgl_omni.models.numbers import check_ids, check_numbers
 from sgl_omni.text.template import check_template
+from sgl_omni.text.vocabulary import read_merges
 
 _MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _TOKENIZERS = ("tokenizer.json", "vocab.json")
@@ -110,6 +111,11 @@ def _check_tokenizer(folder: Path) -> None:
                 f"{folder} holds vocab.json and no merges.txt, which a {kind} needs, nor tokenizer.json",
                 param="model_path",
             )
+        if kind.removesuffix("Fast") in _OF_PAIRS:
+            try:
+                read_merges(folder)
+            except StartupError as error:
+                raise InvalidRequest(str(error), param="model_path") from error
         return
     found = read_json(folder, "tokenizer.json")
     for field, kind in (("model", dict), ("added_tokens", list)):

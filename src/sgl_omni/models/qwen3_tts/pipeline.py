@@ -10,12 +10,13 @@ from sgl_omni.models.folder import check_tensors, read_json
 from sgl_omni.models.qwen3_tts.codec_shapes import check_decoder, check_encoders
 from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE, BASE, LEAST_SECONDS, MOST_SECONDS, ModelFacts
 from sgl_omni.models.qwen3_tts.spec import TalkerSpec, talker_shapes
-from sgl_omni.models.tokens import check_tokens
+from sgl_omni.models.tokens import check_merged, check_tokens
 
 _STAGES = "sgl_omni.models.qwen3_tts.stages"
 
 _TOKENS = {"im_start_token_id": "<|im_start|>", "im_end_token_id": "<|im_end|>"}
 """The prompt has the tokens; a config need not name their ids."""
+_ROLE = "assistant"
 
 
 class Qwen3TTSPipelineConfig(PipelineConfig):
@@ -72,7 +73,9 @@ class Qwen3TTSPipelineConfig(PipelineConfig):
             ignore=["speaker_encoder.*"],
         )
         known = {field: token for field, token in _TOKENS.items() if field in config}
-        check_tokens(facts.folder, config, "talker_config.text_vocab_size", _TOKENS.values(), known)
+        needed = (*_TOKENS.values(), _ROLE)
+        vocabulary = check_tokens(facts.folder, config, "talker_config.text_vocab_size", needed, known)
+        check_merged(facts.folder, vocabulary, _ROLE)
         check_decoder(facts.folder)
         if clones:
             check_encoders(facts.folder)
