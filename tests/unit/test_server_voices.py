@@ -197,6 +197,16 @@ async def test_a_model_that_clones_nothing_says_so(backend):
         assert backend.handles[0].payload == {"input": "hello there", "voice": "a", "speed": 1.0}
 
 
+@pytest.mark.parametrize("takes_instructions", [False, True])
+async def test_a_model_that_clones_nothing_does_not_advise_it(backend, takes_instructions):
+    task = SpeechTask(voices=(), default_voice=None, sample_rate=RATE, takes_instructions=takes_instructions)
+    app = create_app(backend, Tasks(speech=task), "demo")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        message = (await client.post(SPEECH, json=SAY | {"voice": "nobody"})).json()["error"]["message"]
+    advice = "leave voice out and describe one in instructions" if takes_instructions else "leave voice out"
+    assert message == f"voice 'nobody' is not known; this model has no voices; {advice}"
+
+
 async def test_an_uploaded_voice_is_listed_used_and_deleted(asgi, backend):
     response = await upload(asgi, "carla", ref_text="what she says", consent="yes")
     assert response.status_code == 200, response.text

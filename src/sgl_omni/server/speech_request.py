@@ -136,7 +136,10 @@ def voice_name(asked: str | None, task: SpeechTask, voices: VoiceStore) -> str |
     if asked in STAND_INS:
         return task.default_voice
     known = [*task.voices, *voices.names()]
-    choice = f"choose from {', '.join(known)}" if known else "this model has no voices; upload one or give references"
+    advice = "upload one or give references" if task.max_references else "leave voice out"
+    if task.takes_instructions and not task.max_references:
+        advice += " and describe one in instructions"
+    choice = f"choose from {', '.join(known)}" if known else f"this model has no voices; {advice}"
     raise InvalidRequest(f"voice {asked[:SHOWN_CHARACTERS]!r} is not known; {choice}", "voice")
 
 
