@@ -313,6 +313,29 @@ def test_pairs_are_read_of_either_file(tmp_path: Path) -> None:
         assert read_merges(tmp_path) == (tmp_path / "tokenizer.json", {"ab", "##"})
 
 
+@pytest.mark.parametrize("family", BUILDERS)
+def test_weights_that_are_said_to_be_quantised_are_refused(family: str, copied: Callable[[str], Path]) -> None:
+    file = (folder := copied(family)) / "config.json"
+    change(file, quantization_config={"quant_method": "fp8"})
+    assert told(folder).startswith(f"{file} has a quantization_config; this engine takes")
+    change(file, quantization_config=None)
+    start(folder)
+
+
+@pytest.mark.parametrize(("family", "part"), [("qwen3_omni", "thinker_config"), ("qwen3_tts", "talker_config")])
+def test_a_part_that_is_said_to_be_quantised_is_named(family: str, part: str, copied: Callable[[str], Path]) -> None:
+    file = (folder := copied(family)) / "config.json"
+    change(file, **{f"{part}.quantization_config": {"bits": 8}})
+    assert told(folder).startswith(f"{file} has a {part}.quantization_config;")
+
+
+@pytest.mark.parametrize("family", [family for family in BUILDERS if not family.startswith("ming")])
+def test_architecture_and_model_type_must_go_together(family: str, copied: Callable[[str], Path]) -> None:
+    file = (folder := copied(family)) / "config.json"
+    change(file, model_type="llama")
+    assert told(folder).startswith(f"{file}: model_type is 'llama' and architectures [")
+
+
 def test_a_config_that_transformers_cannot_read_is_not_the_tokenizers_fault(copied: Callable[[str], Path]) -> None:
     folder = copied("text_llm")
     change(folder / "config.json", rope_parameters=[])

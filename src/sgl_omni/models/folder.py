@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sgl_omni.engine.headers import FLOATS, CheckpointError, Entry, check_shapes, is_derived, read_headers
@@ -20,6 +21,23 @@ _MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _TOKENIZERS = ("tokenizer.json", "vocab.json")
 _OF_PAIRS = frozenset({"Qwen2Tokenizer", "GPT2Tokenizer", "WhisperTokenizer", "RobertaTokenizer"})
 """Tokenizers that merge pairs, by a list in a file of its own."""
+
+_MODEL_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "CsmForConditionalGeneration": "csm",
+        "HiggsAudioV2ForConditionalGeneration": "higgs_audio_v2",
+        "LlamaForCausalLM": "llama",
+        "MistralForCausalLM": "mistral",
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3ASRForConditionalGeneration": "qwen3_asr",
+        "Qwen3ForCausalLM": "qwen3",
+        "Qwen3MoeForCausalLM": "qwen3_moe",
+        "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni_moe",
+        "Qwen3TTSForConditionalGeneration": "qwen3_tts",
+        "WhisperForConditionalGeneration": "whisper",
+    }
+)
+"""Of architectures that have one name for it everywhere. Others may have any, but none of these."""
 
 LOADABLE = FLOATS | {"I64", "BOOL"}
 """Types of tensors in folders that are not quantised: weights, and counters and tables beside them."""
@@ -54,11 +72,21 @@ def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 def read_sizes(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """A file of a model or codec whose numbers are then counted with. Raises ``InvalidRequest`` as ``read_json``
-    does, and where a field is none of its kind."""
+    does, where a field is none of its kind, and where weights are said to be quantised."""
     config = read_json(folder, name)
     check_numbers(config, folder / name)
     check_kinds(config, folder / name)
+    _check_unquantised(config, folder / name)
     return config
+
+
+def _check_unquantised(config: Mapping[str, Any], file: Path, within: str = "") -> None:
+    for name, value in config.items():
+        if name == "quantization_config" and value:
+            told = f"{file} has a {within}{name}; this engine takes bfloat16, float16 and float32"
+            raise InvalidRequest(told, param="model_path")
+        if isinstance(value, Mapping):
+            _check_unquantised(value, file, f"{within}{name}.")
 
 
 def check_folder(
@@ -79,12 +107,7 @@ def check_folder(
     Raises ``InvalidRequest`` that names file and field.
     """
     config = read_sizes(folder)
-    found = config.get("architectures")
-    if not isinstance(found, list) or not set(architectures) & set(map(str, found)):
-        raise InvalidRequest(
-            f"{folder / 'config.json'}: architectures is {found}, not one of {', '.join(sorted(architectures))}",
-            param="model_path",
-        )
+    check_architecture(config, folder / "config.json", architectures)
     for field in fields:
         require(config, field, folder / "config.json")
     check_ids(config, fields, folder / "config.json")
@@ -98,6 +121,23 @@ def check_folder(
     for part in weights:
         check_weights(folder / part, dtypes)
     return config
+
+
+def check_architecture(config: Mapping[str, Any], file: Path, architectures: Collection[str]) -> None:
+    """Raises ``InvalidRequest`` where a config names none of these, or the model type of another."""
+    found, said = config.get("architectures"), config.get("model_type")
+    named = set(architectures) & set(map(str, found)) if isinstance(found, list) else set[str]()
+    if not named:
+        raise InvalidRequest(
+            f"{file}: architectures is {found}, not one of {', '.join(sorted(architectures))}", param="model_path"
+        )
+    types = {_MODEL_TYPES[name] for name in named if name in _MODEL_TYPES}
+    if said is not None and (said not in types if types else said in _MODEL_TYPES.values()):
+        wanted = f"; of {', '.join(sorted(named))} it is {' or '.join(sorted(types))}" if types else ""
+        raise InvalidRequest(
+            f"{file}: model_type is {said!r} and architectures {found}, which do not go together{wanted}",
+            param="model_path",
+        )
 
 
 def _check_tokenizer(folder: Path) -> None:
