@@ -493,6 +493,25 @@ async def test_a_refusal_of_the_pipeline_that_names_no_field_is_of_the_main_one(
     assert f'"param": "{param}"' in (await post(backend, {**body, "stream": True}, route=route)).text
 
 
+async def test_all_that_an_unsupported_field_may_say_is_told(backend: Backend) -> None:
+    message = (await post(backend, {**ASK, "tool_choice": "required"})).json()["error"]["message"]
+    assert message == "tool_choice is not supported by this server; it may only be 'none' or 'auto'"
+
+
+async def test_voices_of_a_model_that_speaks_in_conversations_are_listed(backend: Backend) -> None:
+    for task, expected in ((OMNI, ["Ethan", "chelsie"]), (TEXT, None)):
+        app = create_app(backend, Tasks(chat=task), "m")
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            response = await client.get("/v1/audio/voices")
+            if expected is None:
+                assert response.status_code == 404
+                continue
+            voices = [{"id": name, "name": name} for name in expected]
+            assert response.json() == {"voices": voices, "default": "Ethan"}
+            assert "GET  /v1/audio/voices" in (await client.get("/")).text
+            assert (await client.post("/v1/audio/voices", data={"name": "a"})).status_code == 405
+
+
 async def test_routes_are_those_that_the_pipeline_serves(backend: Backend) -> None:
     async with client(backend, OMNI) as http:
         page = (await http.get("/")).text

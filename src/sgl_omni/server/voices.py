@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from sgl_omni.audio.decode import decode_audio
-from sgl_omni.config.tasks import SpeechTask
+from sgl_omni.config.tasks import ChatTask, SpeechTask
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.server.json_body import SHOWN_CHARACTERS
 from sgl_omni.server.speech_references import MAX_REFERENCE_BYTES, reference_of
@@ -95,6 +96,22 @@ class VoiceStore:
         return self._voices.pop(name, None) is not None
 
 
+def own_voices_router(task: ChatTask) -> APIRouter:
+    """The route about voices of a pipeline that speaks in conversations, where none can be uploaded."""
+    router = APIRouter(tags=["audio"])
+
+    @router.get("/v1/audio/voices")
+    async def list_voices() -> dict[str, Any]:
+        """The model's voices."""
+        return {"voices": _listed(task.voices), "default": task.default_voice}
+
+    return router
+
+
+def _listed(names: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"id": name, "name": name} for name in names]
+
+
 def voices_router(task: SpeechTask, store: VoiceStore) -> APIRouter:
     """The routes about voices."""
     router = APIRouter(tags=["audio"])
@@ -102,7 +119,7 @@ def voices_router(task: SpeechTask, store: VoiceStore) -> APIRouter:
     @router.get("/v1/audio/voices")
     async def list_voices() -> dict[str, Any]:
         """The model's voices, then the uploaded ones."""
-        own = [{"id": name, "name": name} for name in task.voices]
+        own = _listed(task.voices)
         return {"voices": [*own, *(voice.described() for voice in store.all())], "default": task.default_voice}
 
     @router.post("/v1/audio/voices")
