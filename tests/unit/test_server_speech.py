@@ -3,6 +3,7 @@ import base64
 import io
 import json
 import logging
+import re
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable
@@ -420,6 +421,20 @@ async def test_a_body_without_end_gets_its_answer_and_then_the_end_of_the_connec
         pass
     assert sent < 64 << 20, "the server must not read for ever"
     assert (await answer).startswith(f"HTTP/1.1 {status} ".encode())
+    writer.close()
+
+
+async def test_a_client_that_announces_too_much_is_answered_before_it_sends(url, monkeypatch):
+    monkeypatch.setattr("sgl_omni.server.middleware.DRAIN_SECONDS", 3600.0)
+    head = "POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+    writer.write(head.format(10**10).encode())
+    async with asyncio.timeout(20):
+        answer = await reader.readuntil(b"\r\n\r\n")
+        size = int(re.search(rb"content-length: (\d+)", answer.lower())[1])
+        error = json.loads(await reader.readexactly(size))["error"]
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"connection: close" in answer.lower()
+    assert error["code"] == "request_too_large"
     writer.close()
 
 

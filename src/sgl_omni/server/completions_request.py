@@ -68,7 +68,7 @@ class Generation(Body):
         for name, neutral in self.neutral.items():
             value = getattr(self, name)
             if value is not None and value not in neutral:
-                only = f"; it may only be {neutral[0]!r}" if neutral else ""
+                only = f"; it may only be {' or '.join(map(repr, neutral))}" if neutral else ""
                 raise InvalidRequest(f"{name} is not supported by this server{only}", name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is for streams; set stream to true", "stream_options")
