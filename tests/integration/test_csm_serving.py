@@ -153,7 +153,7 @@ def test_what_the_caller_may_not_ask(server: Server) -> None:
     for fields, param in (
         ({"voice": "nobody"}, "voice"),
         ({"max_new_tokens": 5000}, "max_new_tokens"),
-        ({"references": [wrong]}, "references"),
+        ({"references": [wrong]}, "references[0].text"),
         ({"references": [{**wrong, "text": "a"}] * 9}, "references"),
     ):
         response = post(server, "Hi.", **fields)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from sgl_omni.audio.decode import MAX_CHANNELS, decode_audio, decode_channels, resample
 from sgl_omni.errors import InvalidRequest
 
+USABLE = "use wav, flac, ogg (vorbis or opus), mp3, aiff, au or caf"
 RATE = 16_000
 CONTAINERS = {
     "wav": ("WAV", "PCM_16"),
@@ -183,7 +184,7 @@ def test_what_is_no_audio_is_refused(stranger: str) -> None:
 def test_matrices_are_no_recordings() -> None:
     file = io.BytesIO()
     soundfile.write(file, sine(), RATE, format="MAT5")
-    assert refusal(file.getvalue()) == "audio in MAT5 is not supported; use wav, flac, ogg, opus or mp3"
+    assert refusal(file.getvalue()) == f"audio in MAT5 is not supported; {USABLE}"
 
 
 def test_noise_after_a_header_ends_in_samples_or_a_refusal() -> None:
@@ -221,3 +222,8 @@ def test_two_channels_are_not_made_three() -> None:
     soundfile.write(file, np.zeros((100, 2), np.float32), 16000, format="WAV")
     with pytest.raises(InvalidRequest, match="2 channels cannot be made 3"):
         decode_channels(file.getvalue(), 16000, 3, param="audio")
+
+
+@pytest.mark.parametrize("head", [b"\0\0\0\x20ftypM4A ", b"\x1a\x45\xdf\xa3"], ids=["m4a", "webm"])
+def test_a_container_that_is_not_read_is_answered_with_those_that_are(head: bytes) -> None:
+    assert refusal(head + bytes(100)).endswith(USABLE)

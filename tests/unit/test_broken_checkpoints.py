@@ -83,6 +83,7 @@ HIGGS3 = "tied.embedding.modality_embeddings.0.model."
 PARTS = {
     "csm": [("", f"codec_model.{part}.") for part in ("decoder", "encoder", "quantizer")],
     "ming": [("", "audio.encoder.encoder.layers."), ("", "audio.decoder.decoder.layers.")],
+    "demo_voice": [("codec", "decoder.")],
     "moss": [("codec", f"{part}.") for part in ("decoder", "encoder", "quantizer")],
     "qwen3_asr": [("", "thinker.audio_tower.")],
     "qwen3_asr_new": [("", "model.audio_tower."), ("", "model.multi_modal_projector.")],
@@ -200,6 +201,29 @@ def test_what_is_wrong_with_the_engines_tensors_is_told_before_the_start(
     assert str(entry.file) in refused(folder) and "truncated or damaged" in refused(folder)
     entry.file.unlink()
     assert f"{entry.file} is missing" in refused(folder)
+
+
+FOLDERS = [(family, "") for family in BUILDERS if not family.startswith("ming")]
+FOLDERS += [("demo_voice", "codec"), *((family, at) for family, parts in CODECS.items() for at, _ in parts if at)]
+
+
+@pytest.mark.parametrize(("family", "at"), FOLDERS)
+def test_a_tensor_that_no_stage_knows_is_told_before_the_start(
+    family: str, at: str, copied: Callable[[str], Path]
+) -> None:
+    folder = copied(family)
+    entries = read_headers(folder / at)
+    file = entries[min(entries)].file
+    beside = f"{min(entries).rpartition('.')[0]}.bigger"
+    tensors = load_file(file)
+    for name in ("foo.weight", beside):
+        save_file({**tensors, name: torch.zeros(2)}, file)
+        index = folder / at / "model.safetensors.index.json"
+        if index.is_file():
+            said = json.loads(index.read_text())
+            said["weight_map"] = {**{each: entry.file.name for each, entry in entries.items()}, name: file.name}
+            index.write_text(json.dumps(said))
+        assert refused(folder) == f"{file}: unknown to this model: {name}"
 
 
 @pytest.mark.parametrize(("family", "at", "prefix"), [(f, *part) for f, parts in PARTS.items() for part in parts])
@@ -365,7 +389,7 @@ def test_buffers_that_nobody_loads_are_let_be(copied: Callable[[str], Path]) -> 
     assert entries.keys() >= buffers.keys()
     known = {name: entry.shape for name, entry in entries.items() if name not in buffers}
     check_shapes(entries, known.items(), "here", prefix="")
-    with pytest.raises(CheckpointError, match=r"unknown: codec_model\.decoder\.layers\.0\.conv\.weight"):
+    with pytest.raises(CheckpointError, match=r"unknown to this model: codec_model\.decoder\.layers\.0\.conv\.weight"):
         del known["codec_model.decoder.layers.0.conv.weight"]
         check_shapes(entries, known.items(), "here", prefix="")
 

@@ -226,8 +226,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no such speaker": ({"voice": "10"}, "voice", "one of 0, 1"),
     "repetition": ({"repetition_penalty": 1.2}, "repetition_penalty", "takes no"),
     "speed": ({"speed": 9.0}, "speed", "between"),
-    "words unknown": ({"references": [{"audio": HEARD[1], "text": None}]}, "references", "needs the text"),
-    "no recording": ({"references": [{"audio": b"nothing", "text": "a"}]}, "references", "cannot be read"),
+    "words unknown": ({"references": [{"audio": HEARD[1], "text": None}]}, "references[0].text", "needs the text"),
+    "no recording": ({"references": [{"audio": b"nothing", "text": "a"}]}, "references[0].audio", "cannot be read"),
     "too many": ({"references": [{"audio": HEARD[1], "text": "a"}] * 9}, "references", "takes 8 references"),
 }
 

@@ -18,7 +18,7 @@ from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.fields import check_kinds
 from sgl_omni.models.registry import PipelineRegistry, tasks_of
 from sgl_omni.text.tokenizer import TextTokenizer
-from sgl_omni.text.vocabulary import read_vocabulary
+from sgl_omni.text.vocabulary import read_merges, read_vocabulary
 
 FAR = 1 << 20
 """No vocabulary has that many."""
@@ -277,6 +277,63 @@ def test_kinds_are_told_wherever_they_stand(config: dict[str, Any], said: str) -
 def test_what_is_null_or_unknown_is_none_of_them() -> None:
     config = {"do_sample": None, "layer_types": None, "rope_scaling": None, "eos_token_id": [1, 2], "pad_token_id": -1}
     check_kinds({**config, "_from_model_config": True, "some_config": 5, "thinker_config": {"x": [[]]}}, Path("c"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("vocab.json", "{}", "lists no tokens"),
+        ("merges.txt", "", "lists no pairs of tokens to merge"),
+        ("merges.txt", "#version: 0.2\n", "lists no pairs of tokens to merge"),
+        ("merges.txt", "#version: 0.2\na b\nc\n", "lists no pairs of tokens to merge"),
+        ("merges.txt", "#version: 0.2\na s\n", "makes no token 'assistant' of its parts"),
+    ],
+)
+def test_a_damaged_list_of_words_or_pairs_is_named_before_the_start(
+    name: str, text: str, words: str, copied: Callable[[str], Path]
+) -> None:
+    folder = copied("qwen3_tts")
+    (folder / name).write_text(text)
+    assert told(folder).startswith(f"{folder / name} {words}")
+
+
+def test_words_that_are_no_longer_one_token_are_named(copied: Callable[[str], Path]) -> None:
+    folder = copied("qwen3_tts")
+    words = json.loads((folder / "vocab.json").read_text())
+    del words["assistant"]
+    (folder / "vocab.json").write_text(json.dumps(words))
+    assert told(folder).startswith(f"{folder / 'vocab.json'} lacks the token 'assistant'")
+
+
+def test_pairs_are_read_of_either_file(tmp_path: Path) -> None:
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n# #\n")
+    assert read_merges(tmp_path) == (tmp_path / "merges.txt", {"ab", "##"})
+    for pairs in (["a b", "# #"], [["a", "b"], ["#", "#"]]):
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"merges": pairs}}))
+        assert read_merges(tmp_path) == (tmp_path / "tokenizer.json", {"ab", "##"})
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_weights_that_are_said_to_be_quantised_are_refused(family: str, copied: Callable[[str], Path]) -> None:
+    file = (folder := copied(family)) / "config.json"
+    change(file, quantization_config={"quant_method": "fp8"})
+    assert told(folder).startswith(f"{file} has a quantization_config; this engine takes")
+    change(file, quantization_config=None)
+    start(folder)
+
+
+@pytest.mark.parametrize(("family", "part"), [("qwen3_omni", "thinker_config"), ("qwen3_tts", "talker_config")])
+def test_a_part_that_is_said_to_be_quantised_is_named(family: str, part: str, copied: Callable[[str], Path]) -> None:
+    file = (folder := copied(family)) / "config.json"
+    change(file, **{f"{part}.quantization_config": {"bits": 8}})
+    assert told(folder).startswith(f"{file} has a {part}.quantization_config;")
+
+
+@pytest.mark.parametrize("family", [family for family in BUILDERS if not family.startswith("ming")])
+def test_architecture_and_model_type_must_go_together(family: str, copied: Callable[[str], Path]) -> None:
+    file = (folder := copied(family)) / "config.json"
+    change(file, model_type="llama")
+    assert told(folder).startswith(f"{file}: model_type is 'llama' and architectures [")
 
 
 def test_a_config_that_transformers_cannot_read_is_not_the_tokenizers_fault(copied: Callable[[str], Path]) -> None:

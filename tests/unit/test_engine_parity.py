@@ -49,6 +49,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
@@ -57,6 +58,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}),
     "qwen2-moe-shared": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-yarn": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN_ROPE}),
     "qwen3-moe": ("Qwen3Moe", {**MOE, "head_dim": 16, "norm_topk_prob": True}),
 }
 THE_FOUR = ("llama", "qwen2", "qwen3", "qwen3-moe")

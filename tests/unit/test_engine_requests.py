@@ -103,6 +103,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("ids", [[], [12], [[1, 2]], ["a"]])
+def test_ids_are_refused_by_the_name_that_the_caller_has_for_them(ids: Any) -> None:
+    for said, param in (({}, "prompt_ids"), ({"prompt_field": "prompt"}, "prompt")):
+        with pytest.raises(InvalidRequest) as refused:
+            token_engine().add("bad", {"prompt_ids": ids, **said})
+        assert refused.value.param == param
+
+
 @pytest.mark.parametrize("rows", [torch.full((2, 16), math.nan), np.full((2, 16), 1e300)])
 def test_embeddings_that_are_no_numbers_are_not_the_callers_fault(rows: Any) -> None:
     engine = token_engine()

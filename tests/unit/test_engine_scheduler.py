@@ -385,7 +385,7 @@ def test_a_request_larger_than_the_pool_is_refused_at_once_and_alone() -> None:
     with pytest.raises(InvalidRequest, match="need up to 17 positions; the KV pool has 16") as refused:
         bench.add("too large", [1] * 10, 8)
     assert refused.value.param == "max_new_tokens"
-    with pytest.raises(InvalidRequest, match="need up to 17 positions; the KV pool has 16") as refused:
+    with pytest.raises(InvalidRequest, match="makes a prompt of 17 positions; the KV pool has 16") as refused:
         bench.add("too long by its prompt alone", [1] * 17, 1)
     assert refused.value.param is None
     bench.finish()
@@ -399,7 +399,7 @@ def test_a_request_longer_than_the_model_can_attend_over_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="need up to 21 positions; the model has 20") as refused:
         bench.add("too long", [1] * 10, 12)
     assert refused.value.param == "max_new_tokens"
-    with pytest.raises(InvalidRequest, match="need up to 22 positions; the model has 20") as refused:
+    with pytest.raises(InvalidRequest, match="makes a prompt of 21 positions; the model has 20") as refused:
         bench.add("too long by its prompt alone", [1] * 21, 2)
     assert refused.value.param is None
 

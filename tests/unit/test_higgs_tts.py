@@ -447,7 +447,9 @@ def test_a_tensor_that_is_missing_or_unknown_is_named(copy: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["body.extra.weight"] = tensors.pop("body.norm.weight")
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"missing: body\.norm\.weight; unknown: body\.extra\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"missing: body\.norm\.weight; .*safetensors: unknown to this model: body\.extra\.weight"
+    ):
         HiggsTts3Model.load(folder)
 
 

@@ -160,8 +160,8 @@ def test_other_models_of_the_kind_are_refused(tiny: Tiny, tmp_path: Path, case: 
 
 
 def test_other_rope_and_missing_parts_are_refused(tiny: Tiny, tmp_path: Path) -> None:
-    folder = changed(tiny.folder, tmp_path / "rope", {"rope_scaling": {"type": "yarn", "factor": 4.0}})
-    with pytest.raises(StartupError, match="'yarn' is not supported"):
+    folder = changed(tiny.folder, tmp_path / "rope", {"rope_scaling": {"type": "dynamic", "factor": 4.0}})
+    with pytest.raises(StartupError, match="'dynamic' is not supported"):
         MingModel.load(folder)
     folder = changed(tiny.folder, tmp_path / "experts", {"num_experts": 7})
     with pytest.raises(CheckpointError, match=r"missing: model\.model\.layers\.1\.mlp\.experts\.6\.down_proj"):

@@ -249,7 +249,8 @@ def test_speed_changes_the_length_alone(tiny: Tiny) -> None:
 
 def test_a_rehearsal_leaves_no_stream(decoder: VaeDecoder) -> None:
     vocoder = MingVocoder(VaeStreams(decoder), HandOver(FIRST, THEN), max_batch=4)
-    assert rehearsed(vocoder, "cuda:0", LATENT, "latents") is vocoder
+    assert rehearsed(vocoder, LATENT, "latents") is vocoder and vocoder.rehearsal is not None
+    vocoder.rehearsal()
     assert (vocoder._decode._callers, vocoder._streams._free) == (0, [1])
 
 

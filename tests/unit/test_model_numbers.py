@@ -73,7 +73,7 @@ def told(folder: Path) -> str:
 
 
 def names(message: str, folder: Path, file: Path, at: Place, value: Any) -> bool:
-    """Whether a message names file and field. A value that says "none of these", as null and 0 may, or is left to a
+    """Whether a message names file and field. A value that says "none of these", as null, 0 and [] may, or is left to a
     default, makes a model of other shapes: then its file and tensors, or the config that it does not fit, are told."""
     if " do not fit " in message:
         return False
@@ -81,7 +81,7 @@ def names(message: str, folder: Path, file: Path, at: Place, value: Any) -> bool
     if str(file) in message and field in message:
         return True
     other = any(part in message for part in (".safetensors: ", ": missing: ", "config.json"))
-    return str(folder) in message and other and "None" not in message and (value is ABSENT or value in (None, 0))
+    return str(folder) in message and other and "None" not in message and (value is ABSENT or value in (None, 0, []))
 
 
 @pytest.fixture(autouse=True)

@@ -394,7 +394,7 @@ def test_references_that_cannot_be_heard(codec: tuple[Path, PlainCodec], file: b
     voices = ReferenceVoices(lambda samples: encoder.encode(torch.from_numpy(samples)).numpy(), RATE, CHANNELS)
     with pytest.raises(InvalidRequest, match=message) as caught:
         voices.codes(file)
-    assert caught.value.param == "references"
+    assert caught.value.param == "references[0].audio"
 
 
 @pytest.mark.parametrize(("loudness", "expected"), [(0.1, 0.1), (0.12, 0.1), (0.5, 0.5 / 1.4125), (0.001, 0.0014125)])

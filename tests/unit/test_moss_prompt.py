@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a language": ({"language": "Klingon"}, "language", "'Klingon' is not one of"),
     "too slow": ({"speed": 0.1}, "speed", "between 0.25 and 4.0"),
     "two voices": ({"references": [{"audio": wav(0.1)}] * 2}, "references", "one reference"),
-    "noise": ({"references": [{"audio": b"RIFF"}]}, "references", "cannot be read"),
+    "noise": ({"references": [{"audio": b"RIFF"}]}, "references[0].audio", "cannot be read"),
 }
 
 

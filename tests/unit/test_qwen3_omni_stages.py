@@ -439,6 +439,31 @@ def test_under_load_the_talker_hears_every_word(omni: Omni, preprocess: Any, enc
     assert together == {name: said(False, {name: prompt})[name] for name, prompt in prompts.items()}
 
 
+@BOTH_RUNNERS
+def test_what_a_stop_text_leaves_out_is_not_spoken(omni: Omni, preprocess: Any, device_rows: bool) -> None:
+    """And what only began like one is."""
+    from sgl_omni.text.tokenizer import TextTokenizer
+
+    words = TextTokenizer.load(omni.folder)
+    prompt = prompt_of(preprocess, {}, user("hm"))
+    thinker, talker = engines(omni, device_rows)
+
+    def said(stop: list[str], tokens: int = 12) -> tuple[list[int], list[Any]]:
+        found: dict[str, list[Any]] = {"tokens": [], "codes": []}
+        for _, what, new in converse(thinker, talker, {"a": {**prompt, "stop": stop, "max_new_tokens": tokens}}):
+            found[what] += new
+        return found["tokens"], found["codes"]
+
+    ids, spoken = said([])
+    assert [words.decode([token]) for token in ids[8:]] == ["\f", "X", "user", "\f"]
+    for stop, whole in (("user", 10), ("Xus", 9), ("er\f", 10)):  # the last one takes a part of a token
+        codes = said([stop])[1]
+        assert codes == said([], whole + 1)[1]  # the last token of such an answer is not run, so not spoken either
+        assert codes != spoken
+    assert said([words.decode(ids[:2])])[1] == []
+    assert said(["Xusual", "X\f", "\fnot this"]) == (ids, spoken)
+
+
 def test_without_speech_no_hidden_states_are_kept(omni: Omni, preprocess: Any) -> None:
     thinker, _ = engines(omni, False)
     thinker.add("a", preprocess(user("hello").payload(max_new_tokens=4), None))

@@ -148,7 +148,7 @@ def test_recordings_that_are_none(tmp_path: Path, audio: bytes | None, message: 
     references = References.load(tiny.build(tmp_path, "base"))
     with pytest.raises(InvalidRequest, match=message) as caught:
         references.read(audio, with_codes=True)
-    assert caught.value.param == "references"
+    assert caught.value.param == "references[0].audio"
 
 
 def without(*parts: str) -> Callable[[Path], object]:
@@ -200,7 +200,12 @@ def test_damaged_checkpoints_are_refused_by_name(
     [
         ("config.json", {"talker_config.num_hidden_layers": 3}, create_engine, "missing: talker.model.layers.2"),
         (CODEC, {"decoder_config.latent_dim": ...}, create_vocoder, "lacks the field decoder_config.latent_dim"),
-        (CODEC, {"decoder_config.num_hidden_layers": 1}, create_vocoder, "unknown: decoder.pre_transformer.layers.1"),
+        (
+            CODEC,
+            {"decoder_config.num_hidden_layers": 1},
+            create_vocoder,
+            "unknown to this model: decoder.pre_transformer.layers.1",
+        ),
         (CODEC, {"encode_downsample_rate": ...}, create_preprocessing, "lacks the field encode_downsample_rate"),
     ],
 )

@@ -456,6 +456,7 @@ async def test_shapes_of_a_prompt(backend: Backend, prompt: Any, expected: Any) 
         ({"prompt": []}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2**70]}, "prompt"),
         ({"prompt": [[True]]}, "prompt"),
         ({"prompt": [[[1]]]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
@@ -470,6 +471,45 @@ async def test_shapes_of_a_prompt(backend: Backend, prompt: Any, expected: Any) 
 async def test_completions_that_cannot_be_are_named(backend: Backend, fields: dict[str, Any], param: str) -> None:
     response = await post(backend, {**COMPLETE, **fields}, route="completions")
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_ids_out_of_range_are_told_the_range(backend: Backend) -> None:
+    response = await post(backend, {**COMPLETE, "prompt": [2**70]}, route="completions")
+    assert "token ids are whole numbers from 0 to 2147483647" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"), [("chat/completions", ASK, "messages"), ("completions", COMPLETE, "prompt")]
+)
+async def test_a_refusal_of_the_pipeline_that_names_no_field_is_of_the_main_one(
+    backend: Backend, route: str, body: dict[str, Any], param: str
+) -> None:
+    for error, named in ((InvalidRequest("too long"), param), (InvalidRequest("no", "seed"), "seed")):
+        backend.words = (error,)
+        for more in ({}, {"stream": True}):
+            response = await post(backend, {**body, **more}, route=route)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, named)
+    backend.words = ("Good", InvalidRequest("too long"))
+    assert f'"param": "{param}"' in (await post(backend, {**body, "stream": True}, route=route)).text
+
+
+async def test_all_that_an_unsupported_field_may_say_is_told(backend: Backend) -> None:
+    message = (await post(backend, {**ASK, "tool_choice": "required"})).json()["error"]["message"]
+    assert message == "tool_choice is not supported by this server; it may only be 'none' or 'auto'"
+
+
+async def test_voices_of_a_model_that_speaks_in_conversations_are_listed(backend: Backend) -> None:
+    for task, expected in ((OMNI, ["Ethan", "chelsie"]), (TEXT, None)):
+        app = create_app(backend, Tasks(chat=task), "m")
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            response = await client.get("/v1/audio/voices")
+            if expected is None:
+                assert response.status_code == 404
+                continue
+            voices = [{"id": name, "name": name} for name in expected]
+            assert response.json() == {"voices": voices, "default": "Ethan"}
+            assert "GET  /v1/audio/voices" in (await client.get("/")).text
+            assert (await client.post("/v1/audio/voices", data={"name": "a"})).status_code == 405
 
 
 async def test_routes_are_those_that_the_pipeline_serves(backend: Backend) -> None:

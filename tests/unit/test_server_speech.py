@@ -3,6 +3,7 @@ import base64
 import io
 import json
 import logging
+import re
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable
@@ -423,6 +424,20 @@ async def test_a_body_without_end_gets_its_answer_and_then_the_end_of_the_connec
     writer.close()
 
 
+async def test_a_client_that_announces_too_much_is_answered_before_it_sends(url, monkeypatch):
+    monkeypatch.setattr("sgl_omni.server.middleware.DRAIN_SECONDS", 3600.0)
+    head = "POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+    writer.write(head.format(10**10).encode())
+    async with asyncio.timeout(20):
+        answer = await reader.readuntil(b"\r\n\r\n")
+        size = int(re.search(rb"content-length: (\d+)", answer.lower())[1])
+        error = json.loads(await reader.readexactly(size))["error"]
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"connection: close" in answer.lower()
+    assert error["code"] == "request_too_large"
+    writer.close()
+
+
 async def test_an_early_answer_to_a_whole_body_keeps_the_connection(http):
     async def half_a_megabyte():
         for _ in range(8):
@@ -513,3 +528,10 @@ async def test_a_voice_is_known_however_it_is_capitalised(asgi, backend):
     for name in ("bert", "Bert", "BERT"):
         assert (await asgi.post("/v1/audio/speech", json=SAY | {"voice": name})).status_code == 200
     assert {handle.payload["voice"] for handle in backend.handles} == {"bert"}
+
+
+@pytest.mark.parametrize("body", [{}, {"stream": False}, {"stream_format": "sse"}])
+async def test_a_refusal_of_the_pipeline_that_names_no_field_is_of_the_text(asgi, backend, body):
+    backend.script = failing(InvalidRequest("makes a prompt of 9 positions; the model has 8"))
+    response = await asgi.post("/v1/audio/speech", json=SAY | body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "input")

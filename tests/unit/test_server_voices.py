@@ -8,6 +8,7 @@ import io
 import json
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ async def test_an_empty_file_and_a_huge_one_are_refused(asgi, backend, tmp_path)
         assert words in response.json()["error"]["message"]
     encoded = base64.b64encode(bytes(MAX_REFERENCE_BYTES + 3)).decode()
     response = await asgi.post(SPEECH, json=SAY | {"ref_audio": encoded})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "references[0].audio")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "ref_audio")
     assert not backend.handles
 
 
@@ -194,6 +195,16 @@ async def test_a_model_that_clones_nothing_says_so(backend):
         assert (response.status_code, "does not clone" in response.text) == (400, True)
         await plain.post(SPEECH, json=SAY | {"instructions": "softly"})
         assert backend.handles[0].payload == {"input": "hello there", "voice": "a", "speed": 1.0}
+
+
+@pytest.mark.parametrize("takes_instructions", [False, True])
+async def test_a_model_that_clones_nothing_does_not_advise_it(backend, takes_instructions):
+    task = SpeechTask(voices=(), default_voice=None, sample_rate=RATE, takes_instructions=takes_instructions)
+    app = create_app(backend, Tasks(speech=task), "demo")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        message = (await client.post(SPEECH, json=SAY | {"voice": "nobody"})).json()["error"]["message"]
+    advice = "leave voice out and describe one in instructions" if takes_instructions else "leave voice out"
+    assert message == f"voice 'nobody' is not known; this model has no voices; {advice}"
 
 
 async def test_an_uploaded_voice_is_listed_used_and_deleted(asgi, backend):
@@ -249,10 +260,45 @@ async def test_an_upload_must_be_audio(asgi, audio, words):
     assert (await asgi.get(VOICES)).json()["voices"] == []
 
 
-async def test_an_upload_that_lasts_too_long_is_refused(asgi, monkeypatch):
-    monkeypatch.setattr("sgl_omni.server.voices.MAX_VOICE_SECONDS", 0.5)
-    response = await upload(asgi)
-    assert (response.status_code, "the limit is 0.5 s" in response.text) == (400, True)
+@pytest.mark.parametrize(
+    ("limits", "param", "words"),
+    [
+        ({"max_reference_seconds": 0.5}, "audio_sample", "the limit is 0.5 s"),
+        ({"least_reference_seconds": 90.0}, "audio_sample", "needs at least 90 s"),
+        ({"needs_reference_text": True}, "ref_text", "needs what is said in the recording"),
+    ],
+)
+async def test_what_the_model_could_never_speak_with_is_refused_as_it_is_uploaded(backend, limits, param, words):
+    app = create_app(backend, Tasks(speech=replace(CLONER, **limits)), "demo")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        response = await upload(client, ref_text=" ")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert words in response.json()["error"]["message"]
+        if param == "ref_text":
+            response = await client.post(SPEECH, json=SAY | {"ref_audio": DATA_URL})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "ref_text")
+            response = await client.post(SPEECH, json=SAY | {"references": [{"audio": BASE64}]})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "references[0].text")
+
+
+async def test_a_recording_that_the_model_refuses_is_named_as_the_caller_gave_it(asgi, backend):
+    backend.script = failing(InvalidRequest("too quiet", "references[0].audio"))
+    await upload(asgi)
+    given: list[tuple[dict[str, Any], str]] = [
+        ({"voice": "carla"}, "voice"),
+        ({"ref_audio": DATA_URL}, "ref_audio"),
+        ({"references": [{"audio": BASE64}]}, "references[0].audio"),
+    ]
+    for fields, param in given:
+        error = (await asgi.post(SPEECH, json=SAY | fields)).json()["error"]
+        assert (error["param"], "too quiet" in error["message"]) == (param, True)
+        batch = {"model": "demo", "inputs": [{"input": "hi", **fields}]}
+        [entry] = (await asgi.post(BATCH, json=batch)).json()["data"]
+        assert entry["error"]["param"] == f"inputs[0].{param}"
+    error = (await asgi.post(SPEECH, json=SAY | {"ref_audio": "?!"})).json()["error"]
+    assert (error["param"], "not base64" in error["message"]) == ("ref_audio", True)
+    backend.script = failing(InvalidRequest("too much", "input"))
+    assert (await asgi.post(SPEECH, json=SAY | {"voice": "carla"})).json()["error"]["param"] == "input"
 
 
 async def test_a_form_that_makes_no_sense_is_refused(asgi):
@@ -356,7 +402,7 @@ async def test_one_failure_leaves_the_other_texts(asgi, backend):
         ("invalid_request", "inputs[3].sped"),
         ("invalid_request", "inputs[4].input"),
         ("invalid_request", "inputs[5]"),
-        ("invalid_request", "inputs[6].references[0].audio"),
+        ("invalid_request", "inputs[6].ref_audio"),
         ("", ""),
     ]
     assert all(("audio" in entry) != ("error" in entry) for entry in data)

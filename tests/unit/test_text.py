@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,20 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(folder)
     return TextTokenizer.load(folder)
+
+
+def test_a_model_that_transformers_does_not_know_is_no_news(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every start of one of the speech models would warn of it."""
+    save_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_tts"}))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
+    assert TextTokenizer.load(tmp_path).encode("a")
+    assert "You are using a model of type" not in caplog.text
+    logging.getLogger("transformers.configuration_utils").warning("You are using a model of type a")
+    assert "You are using a model of type" in caplog.text
 
 
 def pieces(items: list[int], rng: random.Random) -> list[list[int]]:

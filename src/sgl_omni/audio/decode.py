@@ -17,6 +17,10 @@ LOWEST_RATE, HIGHEST_RATE = 1_000, 768_000
 FORMATS = frozenset({"WAV", "WAVEX", "W64", "RF64", "FLAC", "OGG", "MP3", "AIFF", "AU", "CAF"})
 """What libsndfile reads besides is no format of recordings, and no caller's business."""
 
+_USABLE = "use wav, flac, ogg (vorbis or opus), mp3, aiff, au or caf"
+_UNRECOGNISED = 1
+"""libsndfile's number for a container that it does not know: M4A or WebM, say."""
+
 LARGEST_SAMPLE = 2.0**31
 """Full scale is 1; files of floats that mean whole numbers go up to this. Beyond, a spectrum has no finite energy."""
 
@@ -83,7 +87,8 @@ def _read(
             blocks = (chosen(block) for block in _blocks(file, max_seconds, param))
             samples = _joined(blocks, channels, file.samplerate, sample_rate)
     except soundfile.LibsndfileError as error:
-        raise InvalidRequest(f"the audio cannot be read: {error.error_string}", param) from error
+        advice = f" {_USABLE}" if error.code == _UNRECOGNISED else ""
+        raise InvalidRequest(f"the audio cannot be read: {error.error_string}{advice}", param) from error
     except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidRequest(f"the audio cannot be read: {error}", param) from error
     if not len(samples):
@@ -105,7 +110,7 @@ def _check(file: _Recording, max_seconds: float, param: str) -> None:
     """By what the file says of itself."""
     rate, channels = file.samplerate, file.channels
     if file.format not in FORMATS:
-        raise InvalidRequest(f"audio in {file.format} is not supported; use wav, flac, ogg, opus or mp3", param)
+        raise InvalidRequest(f"audio in {file.format} is not supported; {_USABLE}", param)
     if not LOWEST_RATE <= rate <= HIGHEST_RATE or channels > MAX_CHANNELS:
         raise InvalidRequest(f"audio of {channels} channels at {rate} Hz is not supported", param)
     unknown = 1 << 62

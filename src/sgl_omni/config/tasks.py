@@ -24,6 +24,10 @@ class SpeechTask:
     max_input_characters: int = 4096
     max_references: int = 0
     """Reference recordings that a request may give; 0 where the model does not clone voices."""
+    least_reference_seconds: float = 0.0
+    max_reference_seconds: float = 60.0
+    needs_reference_text: bool = False
+    """Whether a recording is of no use without what is said in it."""
     takes_instructions: bool = False
     languages: tuple[str, ...] = ()
     """What ``language`` may say; empty where the model has no such choice."""

@@ -116,6 +116,7 @@ class DecoderConfig:
         layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
         qkv_bias, out_bias = (bool(config.get(key, False)) for key in family.bias_keys)
         moe = _moe(config) if family.experts else None
+        rope = RopeConfig.parse(config)
         return cls(
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
@@ -124,7 +125,7 @@ class DecoderConfig:
             num_kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             norm_eps=config["rms_norm_eps"],
-            rope=RopeConfig.parse(config),
+            rope=rope,
             windows=_windows(config, family, layers),
             sparse=_sparse_layers(config, layers) if moe else (False,) * layers,
             qkv_bias=bool(config.get("qkv_bias", True)) if family.qkv_bias else family.qkv_bias is None and qkv_bias,
@@ -135,7 +136,7 @@ class DecoderConfig:
             names=family.names,
             vocab_size=config.get("vocab_size", 0),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            max_positions=config.get("max_position_embeddings"),
+            max_positions=_positions(config, rope),
             eos_ids=_ids(config.get("eos_token_id")),
         )
 
@@ -145,6 +146,12 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
     if not all(isinstance(each, int) for each in found):
         raise StartupError(f"eos_token_id is {value!r}, not an id or a list of ids")
     return tuple(found)
+
+
+def _positions(config: Mapping[str, Any], rope: RopeConfig) -> int | None:
+    """A config to which only the stretching was added still says the positions without."""
+    said = config.get("max_position_embeddings")
+    return said if said is None else max(said, rope.stretched_positions)
 
 
 def _moe(config: Mapping[str, Any]) -> MoEConfig | None:

@@ -93,16 +93,20 @@ def check_shapes(
 ) -> None:
     """Raises ``CheckpointError`` that names all tensors that are missing, of another shape, or no floats.
 
-    ``prefix``: what lies below it and is not wanted is an error too, unless a pattern of ``ignore`` matches it.
+    ``prefix``: what lies below it and is not wanted is told too, with its file, unless a pattern of ``ignore`` matches
+    it.
     """
     shapes = dict(wanted)
     missing = sorted(shapes.keys() - entries.keys())
     others = () if prefix is None else sorted(n for n in entries if n.startswith(prefix) and not is_derived(n))
-    unknown = [name for name in others if name not in shapes and not any(fnmatch(name, each) for each in ignore)]
-    problems = [f"missing: {listed(missing)}"] * bool(missing) + [f"unknown: {listed(unknown)}"] * bool(unknown)
+    unknown: dict[Path, list[str]] = {}
+    for name in others:
+        if name not in shapes and not any(fnmatch(name, each) for each in ignore):
+            unknown.setdefault(entries[name].file, []).append(name)
+    problems = [f"{where}: missing: {listed(missing)}"] * bool(missing)
+    problems += [f"{file}: unknown to this model: {listed(names)}" for file, names in unknown.items()]
     if problems:
-        below = f", tensors below {prefix!r}" if prefix is not None else ""
-        raise CheckpointError(f"{where}{below}: {'; '.join(problems)}")
+        raise CheckpointError("; ".join(problems))
     wrong: dict[Path, list[str]] = {}
     for name, shape in shapes.items():
         entry = entries[name]

@@ -51,13 +51,17 @@ class HiddenRows:
             self._parts.append(new)
             self._known = start + len(rows)
 
-    def take(self) -> Tensor | None:
-        """[rows, layers, hidden] that have not been taken before."""
+    def take(self, before: int | None = None) -> Tensor | None:
+        """[rows, layers, hidden] that have not been taken yet: all, or those ahead of the sequence's row ``before``."""
         if not self._parts:
             return None
-        taken = torch.cat(self._parts)
+        rows = torch.cat(self._parts)
         self._parts.clear()
-        return taken
+        if before is None or self._known <= before:
+            return rows
+        ready = max(0, before - (self._known - len(rows)))
+        self._parts.append(rows[ready:])
+        return rows[:ready] if ready else None
 
     def restart(self) -> None:
         """The request goes on with another sequence."""

@@ -19,12 +19,16 @@ class Rope:
         self._frequencies = frequencies(config, head_dim).to(device)
         self._axes = axes(config, head_dim).to(device)
         self._tables: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._amplitude = config.amplitude
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions int64 [axes, n] -> cosine and sine, each [n, 1, head_dim / 2] and contiguous, as kernels need."""
         by_pair = positions[self._axes].T.contiguous() if self.num_axes > 1 else positions[0, :, None]
         angles = (by_pair.float() * self._frequencies).unsqueeze(1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cosines, sines = angles.cos(), angles.sin()
+        if self._amplitude != 1:
+            cosines, sines = cosines * self._amplitude, sines * self._amplitude
+        return cosines.to(dtype), sines.to(dtype)
 
     def table(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The same of positions 0 to ``length`` along all axes, made once."""
@@ -37,14 +41,35 @@ class Rope:
 
 def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Radians a position, one a pair: float32 [head_dim / 2]."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim)
+    powers = rope.theta ** (torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim)
+    plain = 1.0 / powers
     if rope.scaling == "default":
         return plain
     if rope.scaling == "linear":
         return plain / rope.factor
+    if rope.scaling == "yarn":
+        kept = 1 - _passage(rope, head_dim)
+        return 1.0 / (rope.factor * powers) * (1 - kept) + plain * kept
     turns = rope.original_positions * plain / (2 * math.pi)
     kept = ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)
     return kept * plain + (1 - kept) * plain / rope.factor
+
+
+def _passage(rope: RopeConfig, head_dim: int) -> Tensor:
+    """How far each pair is stretched by ``yarn``: 0, gradually, 1; float32 [head_dim / 2]."""
+
+    def pair(turns: float) -> float:
+        """Which pair turns so often within the original positions."""
+        return head_dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = pair(rope.high), pair(rope.low)
+    if rope.whole_pairs:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001
+    pairs = torch.arange(head_dim // 2, device="cpu", dtype=torch.float32)
+    return ((pairs - first) / (last - first)).clamp(0, 1)
 
 
 def axes(rope: RopeConfig, head_dim: int) -> Tensor:

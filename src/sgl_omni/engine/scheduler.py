@@ -113,20 +113,18 @@ class Scheduler:
 
     def _check(self, request: Request) -> None:
         """Where the prompt alone is too long, no parameter of the request is: its text, or what stands for it, is."""
-        room = min(self._pool.capacity, self._limits.max_positions or self._pool.capacity)
-        param = "max_new_tokens" if request.prompt_length <= room else None
-        if request.longest > self._pool.capacity:
-            raise InvalidRequest(
-                f"the prompt and its outputs need up to {request.longest} positions; the KV pool has "
-                f"{self._pool.capacity}",
-                param=param,
-            )
-        limit = self._limits.max_positions
-        if limit is not None and request.end_position > limit:
-            raise InvalidRequest(
-                f"the prompt and its outputs need up to {request.end_position} positions; the model has {limit}",
-                param=param,
-            )
+        limit, capacity = self._limits.max_positions, self._pool.capacity
+        own = request.prompt.end_position
+        for needed, room, what in ((own, limit, "the model has"), (request.prompt_length, capacity, "the KV pool has")):
+            if room is not None and needed > room:
+                raise InvalidRequest(f"what was given makes a prompt of {needed} positions; {what} {room}")
+        for needed, room, what in (
+            (request.longest, capacity, "the KV pool has"),
+            (request.end_position, limit, "the model has"),
+        ):
+            if room is not None and needed > room:
+                told = f"the prompt and its outputs need up to {needed} positions; {what} {room}"
+                raise InvalidRequest(told, param="max_new_tokens")
 
     def abort(self, request_id: str) -> Sequence[Request]:
         """Frees all that requests of this id hold, and returns these. Unknown ids are ignored."""

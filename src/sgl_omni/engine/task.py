@@ -95,6 +95,8 @@ class InputSpec:
     def prompt(self, payload: Payload) -> Prompt:
         """``prompt_ids`` [length] or [length, columns], or ``prompt_embeddings`` [length, hidden].
 
+        ``prompt_field`` is what the caller calls it, for errors.
+
         With ids also ``inserted_embeddings`` [m, hidden], which stand at the places ``inserted_at`` [m], with
         ``inserted_tags`` [m] that say what they were made of; and ``layered_embeddings`` [levels, k, hidden], which the
         first layers add at ``layered_at`` [k]. See ``Inserted``.
@@ -102,7 +104,7 @@ class InputSpec:
         ids, embeddings = payload.get("prompt_ids"), payload.get("prompt_embeddings")
         positions = payload.get("positions")
         return Prompt(
-            ids=None if ids is None else self._ids(ids),
+            ids=None if ids is None else self._ids(ids, payload.get("prompt_field", "prompt_ids")),
             embeddings=None if embeddings is None else self.embeddings(embeddings, "prompt_embeddings"),
             positions=None if positions is None else self._positions(positions),
             inserted=self._inserted(payload),
@@ -134,20 +136,20 @@ class InputSpec:
             return value.detach().cpu()
         return self.embeddings(value, param)
 
-    def _ids(self, value: Any) -> Tensor:
-        ids = _integers(value, "prompt_ids")
+    def _ids(self, value: Any, field: str) -> Tensor:
+        ids = _integers(value, field)
         if ids.numel() == 0:
-            raise InvalidRequest("the prompt is empty", param="prompt_ids")
+            raise InvalidRequest("the prompt is empty", param=field)
         columns = len(self.vocab_sizes)
         if ids.dim() == 1 and columns == 1:
             ids = ids[:, None]
         if ids.dim() != 2 or ids.shape[1] != columns:
-            raise InvalidRequest(f"prompt_ids must be [length, {columns}], not {[*ids.shape]}", param="prompt_ids")
+            raise InvalidRequest(f"prompt_ids must be [length, {columns}], not {[*ids.shape]}", param=field)
         for column, size in enumerate(self.vocab_sizes):
             low, high = int(ids[:, column].min()), int(ids[:, column].max())
             if low < 0 or high >= size:
                 wrong = low if low < 0 else high
-                raise InvalidRequest(f"id {wrong} is not one of 0..{size - 1}", param="prompt_ids")
+                raise InvalidRequest(f"id {wrong} is not one of 0..{size - 1}", param=field)
         return ids
 
     def embeddings(self, value: Any, param: str) -> Tensor:

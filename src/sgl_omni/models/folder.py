@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sgl_omni.engine.headers import FLOATS, CheckpointError, Entry, check_shapes, is_derived, read_headers
@@ -14,11 +15,29 @@ from sgl_omni.json_files import read_object
 from sgl_omni.models.fields import check_kinds
 from sgl_omni.models.numbers import check_ids, check_numbers
 from sgl_omni.text.template import check_template
+from sgl_omni.text.vocabulary import read_merges
 
 _MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _TOKENIZERS = ("tokenizer.json", "vocab.json")
 _OF_PAIRS = frozenset({"Qwen2Tokenizer", "GPT2Tokenizer", "WhisperTokenizer", "RobertaTokenizer"})
 """Tokenizers that merge pairs, by a list in a file of its own."""
+
+_MODEL_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "CsmForConditionalGeneration": "csm",
+        "HiggsAudioV2ForConditionalGeneration": "higgs_audio_v2",
+        "LlamaForCausalLM": "llama",
+        "MistralForCausalLM": "mistral",
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3ASRForConditionalGeneration": "qwen3_asr",
+        "Qwen3ForCausalLM": "qwen3",
+        "Qwen3MoeForCausalLM": "qwen3_moe",
+        "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni_moe",
+        "Qwen3TTSForConditionalGeneration": "qwen3_tts",
+        "WhisperForConditionalGeneration": "whisper",
+    }
+)
+"""Of architectures that have one name for it everywhere. Others may have any, but none of these."""
 
 LOADABLE = FLOATS | {"I64", "BOOL"}
 """Types of tensors in folders that are not quantised: weights, and counters and tables beside them."""
@@ -53,11 +72,21 @@ def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 def read_sizes(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """A file of a model or codec whose numbers are then counted with. Raises ``InvalidRequest`` as ``read_json``
-    does, and where a field is none of its kind."""
+    does, where a field is none of its kind, and where weights are said to be quantised."""
     config = read_json(folder, name)
     check_numbers(config, folder / name)
     check_kinds(config, folder / name)
+    _check_unquantised(config, folder / name)
     return config
+
+
+def _check_unquantised(config: Mapping[str, Any], file: Path, within: str = "") -> None:
+    for name, value in config.items():
+        if name == "quantization_config" and value:
+            told = f"{file} has a {within}{name}; this engine takes bfloat16, float16 and float32"
+            raise InvalidRequest(told, param="model_path")
+        if isinstance(value, Mapping):
+            _check_unquantised(value, file, f"{within}{name}.")
 
 
 def check_folder(
@@ -78,12 +107,7 @@ def check_folder(
     Raises ``InvalidRequest`` that names file and field.
     """
     config = read_sizes(folder)
-    found = config.get("architectures")
-    if not isinstance(found, list) or not set(architectures) & set(map(str, found)):
-        raise InvalidRequest(
-            f"{folder / 'config.json'}: architectures is {found}, not one of {', '.join(sorted(architectures))}",
-            param="model_path",
-        )
+    check_architecture(config, folder / "config.json", architectures)
     for field in fields:
         require(config, field, folder / "config.json")
     check_ids(config, fields, folder / "config.json")
@@ -99,6 +123,23 @@ def check_folder(
     return config
 
 
+def check_architecture(config: Mapping[str, Any], file: Path, architectures: Collection[str]) -> None:
+    """Raises ``InvalidRequest`` where a config names none of these, or the model type of another."""
+    found, said = config.get("architectures"), config.get("model_type")
+    named = set(architectures) & set(map(str, found)) if isinstance(found, list) else set[str]()
+    if not named:
+        raise InvalidRequest(
+            f"{file}: architectures is {found}, not one of {', '.join(sorted(architectures))}", param="model_path"
+        )
+    types = {_MODEL_TYPES[name] for name in named if name in _MODEL_TYPES}
+    if said is not None and (said not in types if types else said in _MODEL_TYPES.values()):
+        wanted = f"; of {', '.join(sorted(named))} it is {' or '.join(sorted(types))}" if types else ""
+        raise InvalidRequest(
+            f"{file}: model_type is {said!r} and architectures {found}, which do not go together{wanted}",
+            param="model_path",
+        )
+
+
 def _check_tokenizer(folder: Path) -> None:
     """Its files are JSON, and of the parts that a tokenizer consists of none is absent."""
     has_config = (folder / "tokenizer_config.json").is_file()
@@ -110,6 +151,11 @@ def _check_tokenizer(folder: Path) -> None:
                 f"{folder} holds vocab.json and no merges.txt, which a {kind} needs, nor tokenizer.json",
                 param="model_path",
             )
+        if kind.removesuffix("Fast") in _OF_PAIRS:
+            try:
+                read_merges(folder)
+            except StartupError as error:
+                raise InvalidRequest(str(error), param="model_path") from error
         return
     found = read_json(folder, "tokenizer.json")
     for field, kind in (("model", dict), ("added_tokens", list)):
@@ -160,17 +206,20 @@ def check_weights(folder: Path, dtypes: Collection[str] = LOADABLE) -> dict[str,
 
 def check_tensors(
     folder: Path,
-    shapes: Callable[[], Named] = lambda: iter(()),
+    shapes: Callable[[], Named],
     parts: Sequence[str] = (),
     *,
+    within: str = "",
+    ignore: Sequence[str] | None = None,
     entries: Mapping[str, Entry] | None = None,
 ) -> None:
     """Raises ``InvalidRequest`` that names the file and the tensors where those of ``shapes`` are missing, of another
     shape or no floats, and the field where the config has no such shapes.
 
-    ``parts``: prefixes below which there must be something, told first and as such. Tensors that nobody wants are not
-    looked for; the stage that loads a part refuses them before it takes memory. ``entries``: what `check_weights` says
-    of the folder, where that has been asked.
+    ``parts``: prefixes below which there must be something, told first and as such. With ``ignore``, patterns of names
+    that published checkpoints may hold and nobody reads, all other tensors below ``within`` are refused too; without,
+    the stage that loads a part refuses them before it takes memory. ``entries``: what `check_weights` says of the
+    folder, where that has been asked.
     """
     if entries is None:
         entries = check_weights(folder)
@@ -178,7 +227,8 @@ def check_tensors(
     if absent:
         raise InvalidRequest(f"{folder} holds no tensors below {', '.join(absent)}", param="model_path")
     try:
-        check_shapes(entries, shapes(), str(folder))
+        prefix = None if ignore is None else within
+        check_shapes(entries, shapes(), str(folder), prefix=prefix, ignore=ignore or ())
     except (CheckpointError, StartupError) as error:
         told = str(error) if isinstance(error, CheckpointError) else f"{folder / 'config.json'}: {error}"
         raise InvalidRequest(told, param="model_path") from error

@@ -10,7 +10,7 @@ from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.folder import require
 from sgl_omni.models.numbers import check_id
 from sgl_omni.text.template import QUESTION, try_template
-from sgl_omni.text.vocabulary import Vocabulary, read_vocabulary
+from sgl_omni.text.vocabulary import Vocabulary, read_merges, read_vocabulary
 
 
 def check_tokens(
@@ -48,6 +48,18 @@ def check_tokens(
     if highest is not None:
         check_below(vocabulary, [highest[0]], size, size_field)
     return vocabulary
+
+
+def check_merged(folder: Path, vocabulary: Vocabulary, word: str) -> None:
+    """Raises ``InvalidRequest`` that names the file by which the tokenizer does not make ``word`` one token."""
+    if word in vocabulary.added:
+        return
+    try:
+        file, made = read_merges(folder)
+    except StartupError as error:
+        raise InvalidRequest(str(error), param="model_path") from error
+    if word not in made:
+        raise InvalidRequest(f"{file} makes no token {word!r} of its parts, as this model's prompts need", "model_path")
 
 
 def check_chat(

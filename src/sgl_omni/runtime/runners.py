@@ -107,11 +107,12 @@ class FunctionRunner(Runner):
     def _ended(self, request: StageRequest, task: asyncio.Task[Payload]) -> None:
         """A callback and no `finally`: a task that is cancelled before its first step runs none of its code."""
         del self._running[request]
+        error = None if task.cancelled() else task.exception()  # asked for in any case, or asyncio reports it as lost
         if request.aborted:
             request.discard()
         elif task.cancelled():
             request.fail(RuntimeError("the stage's function was cancelled from within"))
-        elif isinstance(error := task.exception(), Exception):
+        elif isinstance(error, Exception):
             request.fail(error)
         elif isinstance(error, GeneratorExit):
             request.fail(RuntimeError("the stage's function raised GeneratorExit"))

@@ -19,7 +19,7 @@ from sgl_omni.server.middleware import BodyLimit, RequestIds
 from sgl_omni.server.speech import SpeechService, speech_router
 from sgl_omni.server.speech_batch import batch_router
 from sgl_omni.server.transcription import transcription_router
-from sgl_omni.server.voices import VoiceStore, voices_router
+from sgl_omni.server.voices import VoiceStore, own_voices_router, voices_router
 
 MAX_BODY_BYTES = 1 << 20
 MAX_MEDIA_BODY_BYTES = 64 << 20
@@ -63,6 +63,9 @@ def create_app(
     if tasks.chat:
         app.include_router(chat_router(backend, tasks.chat, models, metrics, media, request_timeout))
         routes = CHAT_ROUTES + routes
+    if tasks.chat and tasks.chat.voices and not tasks.speech:
+        app.include_router(own_voices_router(tasks.chat))
+        routes = [*routes, "GET  /v1/audio/voices"]
     if tasks.chat and tasks.chat.completes_text:
         app.include_router(completions_router(backend, tasks.chat, models, metrics, request_timeout))
         routes = COMPLETION_ROUTES + routes

@@ -62,9 +62,13 @@ def chat_router(
             shape = Shape("chat.completion.chunk", f"chatcmpl-{handle.id}", call.model)
             events = stream_events(answer.chunks(shape), shape)
             headers |= STREAM_HEADERS
-            return PipelineResponse(handle, events, measured, "text/event-stream", headers, last_words=stream_error)
+            return PipelineResponse(
+                handle, events, measured, "text/event-stream", headers, about="messages", last_words=stream_error
+            )
         shape = Shape("chat.completion", f"chatcmpl-{handle.id}", call.model)
-        return PipelineResponse(handle, answer.whole(shape), measured, "application/json", headers, whole=True)
+        return PipelineResponse(
+            handle, answer.whole(shape), measured, "application/json", headers, about="messages", whole=True
+        )
 
     return router
 

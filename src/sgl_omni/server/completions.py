@@ -52,10 +52,16 @@ def completions_router(
         if call.stream:
             body = stream_events(text_deltas(handle, task, shape, call, measured), shape)
             return PipelineResponse(
-                handle, body, measured, "text/event-stream", STREAM_HEADERS, last_words=stream_error
+                handle,
+                body,
+                measured,
+                "text/event-stream",
+                STREAM_HEADERS,
+                about="prompt",
+                last_words=stream_error,
             )
         body = whole_text(handle, task, shape, measured)
-        return PipelineResponse(handle, body, measured, "application/json", {}, whole=True)
+        return PipelineResponse(handle, body, measured, "application/json", {}, about="prompt", whole=True)
 
     return router
 

@@ -68,7 +68,7 @@ class Generation(Body):
         for name, neutral in self.neutral.items():
             value = getattr(self, name)
             if value is not None and value not in neutral:
-                only = f"; it may only be {neutral[0]!r}" if neutral else ""
+                only = f"; it may only be {' or '.join(map(repr, neutral))}" if neutral else ""
                 raise InvalidRequest(f"{name} is not supported by this server{only}", name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is for streams; set stream to true", "stream_options")
@@ -142,7 +142,7 @@ def one_prompt(value: Any) -> str | list[int]:
         raise InvalidRequest("prompt must be a text or a list of token ids", "prompt")
     if all(isinstance(each, int) and not isinstance(each, bool) for each in value):
         if not all(0 <= each < 2**31 for each in value):
-            raise InvalidRequest("prompt: token ids are 0 or more", "prompt")
+            raise InvalidRequest("prompt: token ids are whole numbers from 0 to 2147483647", "prompt")
         return value
     if not all(isinstance(each, (str, list)) for each in value):
         raise InvalidRequest("prompt must be a text or a list of token ids", "prompt")

@@ -47,7 +47,8 @@ class BodyLimit:
     connections whose body never does.
 
     What a client still sends is read and dropped before an early answer, because closing on a client that sends would
-    cost it the answer; but only so much of it, and for so long.
+    cost it the answer; but only so much of it, and for so long. Where the client has said that it sends too much, the
+    answer leaves first, and then the connection ends.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -69,11 +70,23 @@ class BodyLimit:
             return message
 
         async def send_after_body(message: Message) -> None:
+            if body.declared > self.max_bytes:
+                await self._send_before_body(message, body, send)
+                return
             if message["type"] == "http.response.start" and not await body.drained():
                 MutableHeaders(scope=message)["Connection"] = "close"
             await send(message)
 
         await self.app(scope, bounded_receive, send_after_body)
+
+    async def _send_before_body(self, message: Message, body: _Body, send: Send) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["Connection"] = "close"
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            await send({**message, "more_body": True})
+            await body.drained()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await send(message)
 
     def _refusal(self) -> HTTPException:
         return HTTPException(413, f"the request body is larger than the limit of {self.max_bytes} bytes")

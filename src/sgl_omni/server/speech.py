@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from sgl_omni.audio.encode import MEDIA_TYPES, encode, encoder
 from sgl_omni.config.tasks import SpeechTask
-from sgl_omni.errors import OmniError
+from sgl_omni.errors import InvalidRequest, OmniError
 from sgl_omni.media.source import MediaSource
 from sgl_omni.server.backend import Backend, Payload, RequestHandle
 from sgl_omni.server.errors import omni_error_body
 from sgl_omni.server.json_body import openapi_of
 from sgl_omni.server.metrics import Measurement, Metrics
+from sgl_omni.server.speech_references import as_given
 from sgl_omni.server.speech_request import CreateSpeech, SpeechCall, read_speech_call
 from sgl_omni.server.streaming import PipelineResponse
 from sgl_omni.server.voices import VoiceStore
@@ -70,26 +71,33 @@ def speech_router(service: SpeechService) -> APIRouter:
 def speech_response(call: SpeechCall, handle: RequestHandle, sample_rate: int, measured: Measurement) -> Response:
     """The response in the shape that was asked for."""
     headers = {"X-Sample-Rate": str(sample_rate)}
-    audio = spoken(handle, measured)
+    audio = spoken(handle, measured, call.source)
     if call.whole:
         body = whole_file(audio, call.format, sample_rate)
-        return PipelineResponse(handle, body, measured, MEDIA_TYPES[call.format], headers, whole=True)
+        return PipelineResponse(handle, body, measured, MEDIA_TYPES[call.format], headers, about="input", whole=True)
     pieces = encoded(audio, call.format, sample_rate)
     headers |= STREAM_HEADERS
     if call.events:
         events = speech_events(pieces, handle)
-        return PipelineResponse(handle, events, measured, "text/event-stream", headers, last_words=error_event)
-    return PipelineResponse(handle, pieces, measured, MEDIA_TYPES[call.format], headers)
+        return PipelineResponse(
+            handle, events, measured, "text/event-stream", headers, about="input", last_words=error_event
+        )
+    return PipelineResponse(handle, pieces, measured, MEDIA_TYPES[call.format], headers, about="input")
 
 
-async def spoken(handle: RequestHandle, measured: Measurement) -> AsyncIterator[NDArray[np.float32]]:
-    """The audio of a request, as the pipeline streams it."""
-    async for chunk in handle:
-        samples = chunk.payload.get("audio")
-        if samples is None:
-            continue
-        measured.audio(len(samples), chunk.payload["sample_rate"])
-        yield samples
+async def spoken(
+    handle: RequestHandle, measured: Measurement, source: str = "references"
+) -> AsyncIterator[NDArray[np.float32]]:
+    """The audio of a request, as the pipeline streams it. ``source``: how its recordings were given."""
+    try:
+        async for chunk in handle:
+            samples = chunk.payload.get("audio")
+            if samples is None:
+                continue
+            measured.audio(len(samples), chunk.payload["sample_rate"])
+            yield samples
+    except InvalidRequest as error:
+        raise as_given(error, source) from error
 
 
 async def encoded(audio: AsyncIterator[NDArray[np.float32]], format: str, sample_rate: int) -> AsyncIterator[bytes]:

@@ -136,7 +136,7 @@ class SpeechBatch:
         handle = service.backend.submit(wanted.payload, request_id=name, timeout=service.timeout)
         self._handles.add(handle)
         try:
-            chunks = [samples async for samples in spoken(handle, self._measured)]
+            chunks = [samples async for samples in spoken(handle, self._measured, wanted.source)]
             used = usage(await handle.result())
         except BaseException:
             handle.abort("the batch's answer failed")

@@ -55,12 +55,34 @@ def given_references(
                 f"the transcript has {len(each.text)} characters; the limit is {task.max_input_characters}",
                 f"references[{index}].text" if ref_audio is None else "ref_text",
             )
+        if task.needs_reference_text and not (each.text or "").strip():
+            raise InvalidRequest(
+                "this model needs what is said in a reference as its text",
+                f"references[{index}].text" if ref_audio is None else "ref_text",
+            )
     return found
 
 
-async def fetch_references(references: Sequence[Reference], fetch: Fetch) -> list[dict[str, Any]]:
-    """``{"audio": bytes, "text": str | None}`` of each. Raises ``InvalidRequest`` that names the one at fault."""
-    return [await _fetch(each, f"references[{index}].audio", fetch) for index, each in enumerate(references)]
+def as_given(error: InvalidRequest, source: str) -> InvalidRequest:
+    """The same refusal, of the field that the caller gave. ``source``: how the recordings came, as ``references``,
+    ``ref_audio`` or (uploaded) ``voice``."""
+    param = error.param or ""
+    if source == "references" or not param.startswith("references"):
+        return error
+    if source == "voice":
+        return type(error)(f"the uploaded voice cannot be used: {error}", "voice")
+    return type(error)(str(error), "ref_text" if param.endswith(".text") else "ref_audio")
+
+
+async def fetch_references(references: Sequence[Reference], fetch: Fetch, source: str) -> list[dict[str, Any]]:
+    """``{"audio": bytes, "text": str | None}`` of each. Raises ``InvalidRequest`` that names the one at fault.
+
+    ``source``: as for ``as_given``.
+    """
+    try:
+        return [await _fetch(each, f"references[{index}].audio", fetch) for index, each in enumerate(references)]
+    except InvalidRequest as error:
+        raise as_given(error, source) from error
 
 
 async def _fetch(reference: Reference, param: str, fetch: Fetch) -> dict[str, Any]:

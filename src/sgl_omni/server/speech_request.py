@@ -72,10 +72,11 @@ SAMPLING_FIELDS = ("seed", "temperature", "top_k", "top_p", "repetition_penalty"
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """One text to speak: the entry stage's payload and the format of the file."""
+    """One text to speak: the entry stage's payload, the format of the file, and how recordings were given."""
 
     payload: dict[str, Any]
     format: str
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ async def read_speech_call(
         raise InvalidRequest("stream_format 'sse' is a stream; leave out stream or set it to true", "stream")
     spoken = await spoken_text(asked, task, voices, media.fetch)
     whole = not events and (spoken.format in WHOLE_BY_DEFAULT if asked.stream is None else not asked.stream)
-    return SpeechCall(spoken.payload, spoken.format, whole, events)
+    return SpeechCall(spoken.payload, spoken.format, spoken.source, whole, events)
 
 
 async def spoken_text(asked: SpokenText, task: SpeechTask, voices: VoiceStore, fetch: Fetch) -> Spoken:
@@ -118,10 +119,11 @@ async def spoken_text(asked: SpokenText, task: SpeechTask, voices: VoiceStore, f
     uploaded = None if asked.voice is None else voices.find(asked.voice)
     if not references:
         payload["voice"] = None if uploaded else voice_name(asked.voice, task, voices)
-        return Spoken(payload | ({"references": [uploaded.reference]} if uploaded else {}), format)
+        return Spoken(payload | ({"references": [uploaded.reference]} if uploaded else {}), format, "voice")
     if asked.voice is not None and (uploaded or asked.voice not in STAND_INS - set(task.voices)):
         raise InvalidRequest("give a voice or references, not both", "voice")
-    return Spoken(payload | {"references": await fetch_references(references, fetch)}, format)
+    source = "references" if asked.ref_audio is None else "ref_audio"
+    return Spoken(payload | {"references": await fetch_references(references, fetch, source)}, format, source)
 
 
 def voice_name(asked: str | None, task: SpeechTask, voices: VoiceStore) -> str | None:
@@ -134,7 +136,10 @@ def voice_name(asked: str | None, task: SpeechTask, voices: VoiceStore) -> str |
     if asked in STAND_INS:
         return task.default_voice
     known = [*task.voices, *voices.names()]
-    choice = f"choose from {', '.join(known)}" if known else "this model has no voices; upload one or give references"
+    advice = "upload one or give references" if task.max_references else "leave voice out"
+    if task.takes_instructions and not task.max_references:
+        advice += " and describe one in instructions"
+    choice = f"choose from {', '.join(known)}" if known else f"this model has no voices; {advice}"
     raise InvalidRequest(f"voice {asked[:SHOWN_CHARACTERS]!r} is not known; {choice}", "voice")
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sgl_omni.errors import OmniError, RequestAborted
+from sgl_omni.errors import InvalidRequest, OmniError, RequestAborted
 from sgl_omni.server.errors import describe
 from sgl_omni.server.metrics import Measurement
 
@@ -49,9 +49,11 @@ class PipelineResponse(Response):
         media_type: str,
         headers: Mapping[str, str],
         *,
+        about: str | None = None,
         whole: bool = False,
         last_words: LastWords | None = None,
     ) -> None:
+        """``about``: the field of the request that a refusal is of which names none."""
         self.status_code = 200
         self.media_type = media_type
         self.background = None
@@ -60,6 +62,7 @@ class PipelineResponse(Response):
         self._handle = handle
         self._body = body
         self._measured = measured
+        self._about = about
         self._whole = whole
         self._last_words = last_words
         self._started = False
@@ -80,11 +83,20 @@ class PipelineResponse(Response):
                 self._measured.end("aborted" if disconnected.is_set() else "ok")
 
     async def _send_body(self, send: Send) -> None:
-        async for piece in self._body:
+        async for piece in self._pieces():
             if self._whole:
                 self.headers["Content-Length"] = str(len(piece))
             await self._send(send, piece)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self._body:
+                yield piece
+        except InvalidRequest as error:
+            if error.param is not None or self._about is None:
+                raise
+            raise type(error)(str(error), self._about) from error
 
     async def _send(self, send: Send, piece: bytes) -> None:
         if not self._started:

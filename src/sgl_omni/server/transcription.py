@@ -70,9 +70,11 @@ def transcription_response(call: TranscriptionCall, handle: RequestHandle, measu
     """The response in the shape that was asked for."""
     if call.stream:
         events = transcript_events(handle, measured)
-        return PipelineResponse(handle, events, measured, "text/event-stream", STREAM_HEADERS, last_words=error_event)
+        return PipelineResponse(
+            handle, events, measured, "text/event-stream", STREAM_HEADERS, about="file", last_words=error_event
+        )
     body = whole_answer(call, handle, measured)
-    return PipelineResponse(handle, body, measured, MEDIA_TYPES[call.format], {}, whole=True)
+    return PipelineResponse(handle, body, measured, MEDIA_TYPES[call.format], {}, about="file", whole=True)
 
 
 async def transcript_events(handle: RequestHandle, measured: Measurement) -> AsyncIterator[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,13 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from sgl_omni.audio.decode import decode_audio
-from sgl_omni.config.tasks import SpeechTask
+from sgl_omni.config.tasks import ChatTask, SpeechTask
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.server.json_body import SHOWN_CHARACTERS
 from sgl_omni.server.speech_references import MAX_REFERENCE_BYTES, reference_of
 
 MAX_VOICES = 256
 MAX_ALL_BYTES = 256 << 20
-MAX_VOICE_SECONDS = 300.0
 MAX_TEXT_BYTES = 1 << 16
 NAME = re.compile(r"[^\W_][\w.-]{0,63}")
 FIELDS = ("name", "audio_sample", "file", "ref_text", "text", "consent")
@@ -96,6 +96,22 @@ class VoiceStore:
         return self._voices.pop(name, None) is not None
 
 
+def own_voices_router(task: ChatTask) -> APIRouter:
+    """The route about voices of a pipeline that speaks in conversations, where none can be uploaded."""
+    router = APIRouter(tags=["audio"])
+
+    @router.get("/v1/audio/voices")
+    async def list_voices() -> dict[str, Any]:
+        """The model's voices."""
+        return {"voices": _listed(task.voices), "default": task.default_voice}
+
+    return router
+
+
+def _listed(names: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"id": name, "name": name} for name in names]
+
+
 def voices_router(task: SpeechTask, store: VoiceStore) -> APIRouter:
     """The routes about voices."""
     router = APIRouter(tags=["audio"])
@@ -103,7 +119,7 @@ def voices_router(task: SpeechTask, store: VoiceStore) -> APIRouter:
     @router.get("/v1/audio/voices")
     async def list_voices() -> dict[str, Any]:
         """The model's voices, then the uploaded ones."""
-        own = [{"id": name, "name": name} for name in task.voices]
+        own = _listed(task.voices)
         return {"voices": [*own, *(voice.described() for voice in store.all())], "default": task.default_voice}
 
     @router.post("/v1/audio/voices")
@@ -148,10 +164,18 @@ async def _read(form: FormData, task: SpeechTask, store: VoiceStore) -> Voice:
     audio = await _audio(form)
     store.check(name, len(audio))
     samples = await asyncio.to_thread(
-        decode_audio, audio, task.sample_rate, param="audio_sample", max_seconds=MAX_VOICE_SECONDS
+        decode_audio, audio, task.sample_rate, param="audio_sample", max_seconds=task.max_reference_seconds
     )
+    seconds = len(samples) / task.sample_rate
+    if seconds < task.least_reference_seconds:
+        raise InvalidRequest(
+            f"the recording lasts {seconds:.2f} s; this model needs at least {task.least_reference_seconds:g} s",
+            "audio_sample",
+        )
     reference = reference_of(audio, text, "audio_sample")
-    return Voice(name, reference, len(samples) / task.sample_rate, int(time.time()))
+    if task.needs_reference_text and reference["text"] is None:
+        raise InvalidRequest("this model needs what is said in the recording, as ref_text", "ref_text")
+    return Voice(name, reference, seconds, int(time.time()))
 
 
 def _text(form: FormData, *names: str) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -14,6 +16,21 @@ from sgl_omni.text.template import TemplateFailed, find_template
 _REPLACEMENT = "\ufffd"
 _LONGEST_WAIT = 64
 """Tokens that a character may take to become whole. A real one takes four; noise would wait for ever."""
+
+
+@contextmanager
+def _quiet_about_other_models() -> Iterator[None]:
+    """transformers looks into the config of a model that it need not know to find its tokenizer, and warns of that."""
+    log = logging.getLogger("transformers.configuration_utils")
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("You are using a model of type")
+
+    log.addFilter(is_news)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_news)
 
 
 class TextTokenizer:
@@ -35,7 +52,8 @@ class TextTokenizer:
                 f"{folder} holds no tokenizer: none of tokenizer.json, vocab.json, tokenizer_config.json"
             )
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            with _quiet_about_other_models():
+                tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare ones for a damaged file
             told = " ".join(str(error).split())
             if isinstance(error, StrictDataclassError):  # transformers' config of the model, by which it is chosen

@@ -47,7 +47,31 @@ def read_vocabulary(folder: Path) -> Vocabulary:
     if (settings := folder / "tokenizer_config.json").is_file():
         more = read_object(settings, StartupError).get("added_tokens_decoder") or {}
         added = _decoder(more, settings) | added
+    if not words:
+        raise StartupError(f"{file} lists no tokens")
     return Vocabulary(words, added, file)
+
+
+def read_merges(folder: Path) -> tuple[Path, frozenset[str]]:
+    """The file that says which pairs of tokens become one, and what they become.
+
+    Raises ``StartupError`` that names the file which cannot be read, or lists no pairs.
+    """
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        model = read_object(file, StartupError).get("model")
+        listed = model.get("merges") if isinstance(model, dict) else None
+    else:
+        file = folder / "merges.txt"
+        try:
+            listed = [line for line in file.read_text(encoding="utf-8").split("\n") if line[:8] != "#version"]
+        except (OSError, ValueError) as error:
+            raise StartupError(f"{file} cannot be read: {error}") from error
+        listed = [line for line in listed if line.strip()]
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in listed or ()]
+    if not pairs or any(not isinstance(pair, list) or [type(part) for part in pair] != [str, str] for pair in pairs):
+        raise StartupError(f"{file} lists no pairs of tokens to merge")
+    return file, frozenset(map("".join, pairs))
 
 
 def _words(vocabulary: Any, file: Path, at: str) -> dict[str, int]:

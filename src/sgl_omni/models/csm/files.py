@@ -19,9 +19,11 @@ from sgl_omni.models.tokens import check_tokens
 TEXT_END = "<|end_of_text|>"
 ARCHITECTURE = "CsmForConditionalGeneration"
 SPEAKERS = tuple(map(str, range(10)))
-MAX_REFERENCES = 8
+MAX_REFERENCES, MAX_REFERENCE_SECONDS = 8, 60.0
 TABLES = ("backbone_model.embed_tokens.embed_audio_tokens.weight", "depth_decoder.model.embed_tokens.weight")
 """Backbone and depth decoder have one table of codes, which a checkpoint holds under either name, or both."""
+UNREAD = ("*.rotary_emb.inv_freq", "*.audio_tokens_offsets", *TABLES)
+"""What checkpoints may hold besides."""
 _FIELDS = (
     "hidden_size",
     "text_vocab_size",
@@ -82,6 +84,7 @@ def checked(model_path: str) -> dict[str, Any]:
         folder,
         lambda: chain(engine_shapes(CsmSpec.parse(config), table), mimi_shapes(codec, "codec_model.")),
         parts=["codec_model."],
+        ignore=UNREAD,
         entries=entries,
     )
     check_tokens(folder, config, "text_vocab_size", [TEXT_END])

@@ -21,11 +21,11 @@ from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.sampler import SamplingBatch, sample
 from sgl_omni.engine.weights import SharePolicy, WeightStore
 from sgl_omni.models.csm.depth import DepthDecoder
-from sgl_omni.models.csm.files import ARCHITECTURE, TABLES
+from sgl_omni.models.csm.files import ARCHITECTURE, TABLES, UNREAD
 from sgl_omni.models.csm.spec import CsmSpec
 
 SHARE_POLICY = SharePolicy(ARCHITECTURE)
-_NOT_READ = ("codec_model.*", "*.rotary_emb.inv_freq", "*.audio_tokens_offsets", *TABLES)
+_NOT_READ = ("codec_model.*", *UNREAD)
 
 
 class CsmModel(LoadedModel):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
-from sgl_omni.models.csm.files import ARCHITECTURE, MAX_REFERENCES, SPEAKERS, checked
+from sgl_omni.models.csm.files import ARCHITECTURE, MAX_REFERENCE_SECONDS, MAX_REFERENCES, SPEAKERS, checked
 
 _STAGES = "sgl_omni.models.csm.stages"
 
@@ -52,5 +52,7 @@ class CsmPipelineConfig(PipelineConfig):
                 default_voice=SPEAKERS[0],
                 sample_rate=config["codec_config"].get("sampling_rate", 24000),
                 max_references=MAX_REFERENCES,
+                max_reference_seconds=MAX_REFERENCE_SECONDS,
+                needs_reference_text=True,
             )
         )

@@ -13,14 +13,13 @@ from sgl_omni.audio.decode import decode_audio
 from sgl_omni.audio.kept import LastMade
 from sgl_omni.audio.stretch import FASTEST, SLOWEST
 from sgl_omni.errors import InvalidRequest
-from sgl_omni.models.csm.files import MAX_REFERENCES, SPEAKERS
+from sgl_omni.models.csm.files import MAX_REFERENCE_SECONDS, MAX_REFERENCES, SPEAKERS
 from sgl_omni.models.csm.prompt import Codes, PromptWriter
 from sgl_omni.runtime.stage import Payload, Request
 
 Encode = Callable[[NDArray[np.float32]], Codes]
 """float32 [samples] -> codes int64 [frames, codebooks]."""
 
-MAX_REFERENCE_SECONDS = 60.0
 _DEFAULTS = {"temperature": 0.9, "top_k": 50, "top_p": 1.0}
 """Where the checkpoint's generation_config.json says nothing else: as the model's authors draw codes."""
 _RECORDINGS_KEPT = 64
@@ -61,9 +60,13 @@ class SpeechPreprocessor:
     def _heard(self, references: list[dict[str, Any]]) -> list[tuple[str, Codes]]:
         if len(references) > MAX_REFERENCES:
             raise InvalidRequest(f"this model takes {MAX_REFERENCES} references, not {len(references)}", "references")
-        if any(not (reference.get("text") or "").strip() for reference in references):
-            raise InvalidRequest("this model needs the text of every reference", param="references")
-        return [(reference["text"], self._recordings.codes(reference["audio"])) for reference in references]
+        for i, reference in enumerate(references):
+            if not (reference.get("text") or "").strip():
+                raise InvalidRequest("this model needs the text of every reference", param=f"references[{i}].text")
+        return [
+            (reference["text"], self._recordings.codes(reference["audio"], f"references[{i}].audio"))
+            for i, reference in enumerate(references)
+        ]
 
 
 class Recordings:
@@ -74,15 +77,14 @@ class Recordings:
         self._sample_rate = sample_rate
         self._kept: LastMade[Codes] = LastMade(_RECORDINGS_KEPT)
 
-    def codes(self, file: bytes | memoryview) -> Codes:
-        """int64 [frames, codebooks]. Raises ``InvalidRequest`` for what is no recording, or too long."""
-        return self._kept.get(file, lambda: self.encoded(file))
+    def codes(self, file: bytes | memoryview, param: str) -> Codes:
+        """int64 [frames, codebooks]. Raises ``InvalidRequest`` that names ``param`` for what is no recording, or too
+        long."""
+        return self._kept.get(file, lambda: self.encoded(file, param))
 
-    def encoded(self, file: bytes | memoryview) -> Codes:
+    def encoded(self, file: bytes | memoryview, param: str = "references") -> Codes:
         """The same, without remembering it."""
-        return self._encode(
-            decode_audio(file, self._sample_rate, param="references", max_seconds=MAX_REFERENCE_SECONDS)
-        )
+        return self._encode(decode_audio(file, self._sample_rate, param=param, max_seconds=MAX_REFERENCE_SECONDS))
 
 
 def _speed(speed: float | None) -> float:

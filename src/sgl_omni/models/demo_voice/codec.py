@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sgl_omni.engine.headers import check_shapes, read_headers
 from sgl_omni.models.demo_voice.linear import PackedLinear
-from sgl_omni.models.demo_voice.spec import CodecSpec
+from sgl_omni.models.demo_voice.spec import CODE_REACH, REACH, CodecSpec, codec_shapes
 
 _LAYER_NORM_EPS = 1e-6
 _LARGEST_LOG_MAGNITUDE = 6.0
@@ -60,17 +61,20 @@ class CodecDecoder:
         self._taps = kernel.shape[-1]
         self._input = PackedLinear(kernel.flatten(1), weights["decoder.inp.bias"])
         self._code_blocks = [
-            _ConvNeXtBlock(weights, f"decoder.code_blocks.{i}.", left=2, right=1) for i in range(spec.code_blocks)
+            _ConvNeXtBlock(weights, f"decoder.code_blocks.{i}.", *CODE_REACH) for i in range(spec.code_blocks)
         ]
         self._up = PackedLinear(weights["decoder.up.weight"], weights["decoder.up.bias"])
-        self._blocks = [_ConvNeXtBlock(weights, f"decoder.blocks.{i}.", left=3, right=2) for i in range(spec.blocks)]
+        self._blocks = [_ConvNeXtBlock(weights, f"decoder.blocks.{i}.", *REACH) for i in range(spec.blocks)]
         self._norm = _LayerNorm(weights, "decoder.norm.")
         self._head = PackedLinear(weights["decoder.head.weight"], weights["decoder.head.bias"])
         self._window = torch.hann_window(spec.n_fft, device=device)
 
     @classmethod
     def load(cls, folder: Path, device: str = "cpu") -> CodecDecoder:
-        return cls(CodecSpec.load(folder), load_file(folder / "codec" / "model.safetensors"), torch.device(device))
+        """Raises ``CheckpointError`` that names the tensors that are missing, unknown or of another shape."""
+        spec, files = CodecSpec.load(folder), folder / "codec"
+        check_shapes(read_headers(files), codec_shapes(spec), str(files), prefix="")
+        return cls(spec, load_file(files / "model.safetensors"), torch.device(device))
 
     @torch.inference_mode()
     def decode(self, codes: np.ndarray) -> np.ndarray:

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
-from sgl_omni.models.demo_voice.spec import MODEL_ID, CodecSpec, VoiceSpec, resolve_folder, tensor_shapes
-from sgl_omni.models.folder import check_tensors, read_json
+from sgl_omni.models.demo_voice.spec import MODEL_ID, CodecSpec, VoiceSpec, codec_shapes, resolve_folder, tensor_shapes
+from sgl_omni.models.folder import check_architecture, check_tensors, read_json
 
 _STAGES = "sgl_omni.models.demo_voice.stages"
 
@@ -54,9 +54,12 @@ class DemoVoicePipelineConfig(PipelineConfig):
         """Raises ``InvalidRequest`` that names the file, field or tensor that is missing or does not fit."""
         folder = resolve_folder(model_path)
         config, spec = read_json(folder), VoiceSpec.load(folder)
-        CodecSpec.load(folder)
-        check_tensors(folder, lambda: tensor_shapes(spec, config))
-        check_tensors(folder / "codec", parts=["quantizer.codebooks", "decoder."])
+        check_architecture(config, folder / "config.json", cls.architectures)
+        codec = CodecSpec.load(folder)
+        check_tensors(folder, lambda: tensor_shapes(spec, config), ignore=())
+        check_tensors(
+            folder / "codec", lambda: codec_shapes(codec), parts=["quantizer.codebooks", "decoder."], ignore=()
+        )
         return Tasks(
             speech=SpeechTask(voices=spec.voices, default_voice=spec.default_voice, sample_rate=spec.sample_rate)
         )

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from sgl_omni.engine.decoder_config import DecoderConfig
-from sgl_omni.engine.shapes import Named, decoder_shapes
+from sgl_omni.engine.shapes import Named, conv_shapes, decoder_shapes, linear_shapes, norm_shapes
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.folder import read_sizes, require
 from sgl_omni.models.numbers import check_ids, check_size
 
 MODEL_ID = "demo-voice"
+INPUT_TAPS, CODE_REACH, REACH = 3, (2, 1), (3, 2)
+"""Of the codec's convolutions: taps of the first, and frames that a block looks back and ahead, before and after the
+frames are cut finer."""
 PACKAGED_WEIGHTS = Path(__file__).with_name("weights")
 
 
@@ -130,10 +133,15 @@ class CodecSpec:
     left_context: int
     right_context: int
 
+    @property
+    def bins(self) -> int:
+        """Of a spectrum."""
+        return self.n_fft // 2 + 1
+
     @classmethod
     def load(cls, folder: Path) -> CodecSpec:
         config = _fields(folder / "codec")
-        for field in ("dim", "blocks", "upsample"):
+        for field in ("dim", "blocks", "upsample", "code_blocks", "intermediate_size", "latent_dim", "n_fft"):
             check_size(config(field), field, folder / "codec" / "config.json")
         return cls(
             sample_rate=config("sampling_rate"),
@@ -151,3 +159,20 @@ class CodecSpec:
             left_context=config("left_context_frames"),
             right_context=config("right_context_frames"),
         )
+
+
+def codec_shapes(spec: CodecSpec) -> Named:
+    """What the vocoder reads of the codec's folder."""
+    yield "quantizer.codebooks", (spec.num_codebooks, spec.codebook_size, spec.latent_dim)
+    yield from conv_shapes("decoder.inp", spec.latent_dim, spec.dim, INPUT_TAPS)
+    for part, count, (left, right) in (("code_blocks", spec.code_blocks, CODE_REACH), ("blocks", spec.blocks, REACH)):
+        for i in range(count):
+            block = f"decoder.{part}.{i}"
+            yield f"{block}.gamma", (spec.dim,)
+            yield from conv_shapes(f"{block}.dwconv", 1, spec.dim, left + 1 + right)
+            yield from norm_shapes(f"{block}.norm", spec.dim)
+            yield from linear_shapes(f"{block}.pw1", spec.dim, spec.intermediate_size, bias=True)
+            yield from linear_shapes(f"{block}.pw2", spec.intermediate_size, spec.dim, bias=True)
+    yield from linear_shapes("decoder.up", spec.dim, spec.upsample * spec.dim, bias=True)
+    yield from norm_shapes("decoder.norm", spec.dim)
+    yield from linear_shapes("decoder.head", spec.dim, 2 * spec.bins, bias=True)

@@ -29,6 +29,12 @@ _HUBERT: Mapping[str, Any] = {
 }
 """transformers', for what a config does not say."""
 
+UNREAD = (
+    *("fc1.*", "decoder_semantic.*", "semantic_model.masked_spec_embed"),
+    *("quantizer.*.inited", "quantizer.*.cluster_size", "quantizer.*.embed_avg"),
+)
+"""What only training needs."""
+
 _SEMANTIC = "semantic_model."
 _POSITIONS = f"{_SEMANTIC}encoder.pos_conv_embed."
 """Its weight is always length and direction, unless a checkpoint holds it as it is."""

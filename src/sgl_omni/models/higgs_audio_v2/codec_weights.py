@@ -9,10 +9,7 @@ from torch import Tensor, nn
 
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
 from sgl_omni.engine.weights import tensors_of
-from sgl_omni.models.higgs_audio_v2.codec_shapes import on_disk
-
-UNUSED = ("fc1.*", "decoder_semantic.*", "quantizer.*.inited", "quantizer.*.cluster_size", "quantizer.*.embed_avg")
-"""What only training needs."""
+from sgl_omni.models.higgs_audio_v2.codec_shapes import UNREAD, on_disk
 
 
 class CodecWeights:
@@ -48,7 +45,7 @@ class CodecWeights:
 
     def load(self, others: Sequence[str]) -> None:
         """Raises ``CheckpointError`` that names what is missing or unknown; ``others``: parts that are not wanted."""
-        ignored = [self._prefix + pattern for pattern in (*UNUSED, *others, "semantic_model.masked_spec_embed")]
+        ignored = [self._prefix + pattern for pattern in (*UNREAD, *others)]
         self._checkpoint.load(self._slots, prefix=self._prefix, ignore=ignored)
         with torch.no_grad():
             for fold in self._folds:

@@ -27,7 +27,7 @@ from sgl_omni.engine.rope import Rope
 from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.shard import Shard
 from sgl_omni.engine.weights import SharePolicy, WeightStore
-from sgl_omni.models.higgs_audio_v2.spec import HiggsSpec
+from sgl_omni.models.higgs_audio_v2.spec import UNREAD, HiggsSpec
 
 POLICY = SharePolicy("HiggsAudioV2ForConditionalGeneration")
 
@@ -124,7 +124,7 @@ class HiggsModel(LoadedModel):
         return model.take_weights(
             checkpoint,
             weights,
-            lambda: checkpoint.load(model.slots(), ignore=["text_lm_head.weight", "*.audio_tokens_offsets"]),
+            lambda: checkpoint.load(model.slots(), ignore=UNREAD),
             device=device,
             dtype=dtype,
             policy=POLICY,

@@ -10,6 +10,9 @@ from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.shapes import Named, attention_shapes, mlp_shapes
 from sgl_omni.errors import StartupError
 
+UNREAD = ("text_lm_head.weight", "*.audio_tokens_offsets")
+"""What checkpoints may hold besides: generation has no use for a text head."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiggsSpec:

@@ -19,8 +19,10 @@ from sgl_omni.models.folder import (
     read_sizes,
     require,
 )
+from sgl_omni.models.higgs_audio_v2.codec_shapes import UNREAD as CODEC_UNREAD
 from sgl_omni.models.higgs_audio_v2.codec_shapes import codec_shapes
 from sgl_omni.models.higgs_audio_v2.codec_spec import CodecSpec
+from sgl_omni.models.higgs_audio_v2.spec import UNREAD as V2_UNREAD
 from sgl_omni.models.higgs_audio_v2.spec import HiggsSpec
 from sgl_omni.models.higgs_audio_v2.spec import engine_shapes as v2_shapes
 from sgl_omni.models.higgs_tts.prompts import SHORTEST, TaggedPrompts
@@ -34,8 +36,10 @@ V3 = "HiggsMultimodalQwen3ForConditionalGeneration"
 CODEC_PREFIX = "tied.embedding.modality_embeddings.0.model."
 """Where a Higgs TTS 3 checkpoint keeps the audio tokenizer."""
 
+V3_UNREAD = (f"{CODEC_PREFIX}*", "*.rotary_emb.inv_freq", "tied.head.*")
 CODEC_ID = "bosonai/higgs-audio-v2-tokenizer"
 CODEC_FOLDER = "audio_tokenizer"
+MAX_REFERENCE_SECONDS = 60.0
 
 _V2_FIELDS = (
     "hidden_size",
@@ -117,7 +121,8 @@ class HiggsCheckpoint:
     def check_tensors(self) -> None:
         """Raises ``InvalidRequest`` that names the tensors of engine and codec that are missing or ill-shaped."""
         entries = check_weights(self.folder)
-        check_tensors(self.folder, lambda: _engine_shapes(self.config, self.is_v2), entries=entries)
+        unread = V2_UNREAD if self.is_v2 else V3_UNREAD
+        check_tensors(self.folder, lambda: _engine_shapes(self.config, self.is_v2), ignore=unread, entries=entries)
         if self.codec_folder != self.folder:
             entries = check_weights(self.codec_folder)
         parts = [f"{self.codec_prefix}{part}" for part in ("acoustic_decoder.", "acoustic_encoder.", "quantizer.")]
@@ -125,6 +130,8 @@ class HiggsCheckpoint:
             self.codec_folder,
             lambda: codec_shapes(self.codec, self.codec_prefix, entries.keys()),
             parts,
+            within=self.codec_prefix,
+            ignore=[self.codec_prefix + pattern for pattern in CODEC_UNREAD],
             entries=entries,
         )
 

@@ -57,7 +57,7 @@ class HiggsTtsPipelineConfig(PipelineConfig):
 
     @classmethod
     def tasks(cls, model_path: str) -> Tasks:
-        from sgl_omni.models.higgs_tts.checkpoint import HiggsCheckpoint
+        from sgl_omni.models.higgs_tts.checkpoint import MAX_REFERENCE_SECONDS, HiggsCheckpoint
         from sgl_omni.models.higgs_tts.stages import max_references
 
         checkpoint = HiggsCheckpoint.load(model_path)
@@ -69,6 +69,7 @@ class HiggsTtsPipelineConfig(PipelineConfig):
                 default_voice=None,
                 sample_rate=checkpoint.codec.sample_rate,
                 max_references=max_references(checkpoint),
+                max_reference_seconds=MAX_REFERENCE_SECONDS,
                 takes_instructions=checkpoint.is_v2,
             )
         )

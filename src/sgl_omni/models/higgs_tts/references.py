@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from sgl_omni.audio.decode import decode_audio
 from sgl_omni.models.higgs_audio_v2.codec_encoder import CodecEncoder
+from sgl_omni.models.higgs_tts.checkpoint import MAX_REFERENCE_SECONDS
 from sgl_omni.runtime.stage import Payload, Request
 
 Codes = NDArray[np.int64]
 
-MAX_SECONDS = 60.0
 SHORTEST_SECONDS = 1.0
 """A shorter recording is followed by silence."""
 
@@ -94,7 +94,7 @@ def encoding(encoder: CodecEncoder, num_threads: int = 1) -> Callable[[bytes | m
     shortest = round(SHORTEST_SECONDS * spec.sample_rate)
 
     def encode(audio: bytes | memoryview, param: str) -> Codes:
-        samples = decode_audio(audio, spec.sample_rate, param=param, max_seconds=MAX_SECONDS)
+        samples = decode_audio(audio, spec.sample_rate, param=param, max_seconds=MAX_REFERENCE_SECONDS)
         samples = np.pad(samples, (0, max(0, shortest - len(samples))))
         if encoder.device.type == "cpu":  # OpenMP keeps the count per thread
             torch.set_num_threads(num_threads)

@@ -21,6 +21,7 @@ from sgl_omni.engine.request import Request
 from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.sampler import SamplingBatch, sample
 from sgl_omni.engine.weights import SharePolicy, WeightStore
+from sgl_omni.models.moss_tts_local.files import UNREAD
 from sgl_omni.models.moss_tts_local.local_transformer import LocalTransformer
 from sgl_omni.models.moss_tts_local.spec import MossSpec
 
@@ -61,8 +62,7 @@ class MossModel(LoadedModel):
             model = cls(MossSpec.parse(checkpoint.config()))
 
         def read() -> None:
-            ignored = ["text_lm_head.weight", "audio_lm_heads.*.weight", "*.rotary_emb.inv_freq"]
-            checkpoint.load(model.slots(), ignore=ignored)
+            checkpoint.load(model.slots(), ignore=UNREAD)
             for book in range(model.spec.num_codebooks):
                 model._codes(book, with_pad=True)[-1].zero_()
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
-from sgl_omni.models.moss_tts_local.files import ARCHITECTURE, checked
+from sgl_omni.models.moss_tts_local.files import ARCHITECTURE, MAX_REFERENCE_SECONDS, checked
 from sgl_omni.models.moss_tts_local.languages import CHOICES
 
 _STAGES = "sgl_omni.models.moss_tts_local.stages"
@@ -56,6 +56,7 @@ class MossTTSLocalPipelineConfig(PipelineConfig):
                 default_voice=None,
                 sample_rate=config["sampling_rate"],
                 max_references=1,
+                max_reference_seconds=MAX_REFERENCE_SECONDS,
                 takes_instructions=True,
                 languages=CHOICES,
             )

@@ -13,6 +13,7 @@ from sgl_omni.audio.decode import decode_channels
 from sgl_omni.audio.kept import LastMade
 from sgl_omni.audio.stretch import FASTEST, SLOWEST
 from sgl_omni.errors import InvalidRequest
+from sgl_omni.models.moss_tts_local.files import MAX_REFERENCE_SECONDS
 from sgl_omni.models.moss_tts_local.languages import LANGUAGES
 from sgl_omni.models.moss_tts_local.prompt import Codes, PromptWriter
 from sgl_omni.runtime.stage import Payload, Request
@@ -23,9 +24,9 @@ Encode = Callable[[NDArray[np.float32]], Codes]
 TEMPERATURE, TOP_P, TOP_K = 1.7, 0.8, 25
 """How the model's authors draw codes."""
 
-MAX_REFERENCE_SECONDS = 60.0
 _TARGET_DECIBELS, _MOST_DECIBELS = -20.0, 3.0
 _VOICES_KEPT = 64
+_AUDIO = "references[0].audio"
 
 
 class SpeechPreprocessor:
@@ -83,11 +84,11 @@ class ReferenceVoices:
     def encoded(self, file: bytes | memoryview) -> Codes:
         """The same, without remembering it."""
         samples = decode_channels(
-            file, self._sample_rate, self._channels, param="references", max_seconds=MAX_REFERENCE_SECONDS
+            file, self._sample_rate, self._channels, param=_AUDIO, max_seconds=MAX_REFERENCE_SECONDS
         )
         codes = self._encode(level(samples))
         if not len(codes):
-            raise InvalidRequest("the reference is shorter than one frame of audio", param="references")
+            raise InvalidRequest("the reference is shorter than one frame of audio", param=_AUDIO)
         return codes
 
 

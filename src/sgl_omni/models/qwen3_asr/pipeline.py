@@ -12,7 +12,7 @@ from sgl_omni.engine.headers import FLOATS
 from sgl_omni.engine.shapes import causal_shapes
 from sgl_omni.models.folder import check_tensors, check_weights, read_json
 from sgl_omni.models.qwen3_asr.spec import ARCHITECTURE, AsrSpec
-from sgl_omni.models.qwen3_omni.tower_shapes import audio_shapes
+from sgl_omni.models.qwen3_omni.tower_shapes import COMPUTED, audio_shapes
 from sgl_omni.models.tokens import check_tokens
 
 _STAGES = "sgl_omni.models.qwen3_asr.stages"
@@ -74,6 +74,7 @@ class Qwen3AsrPipelineConfig(PipelineConfig):
                 audio_shapes(spec.audio, spec.layout.tower, spec.layout.elsewhere),
             ),
             parts=[spec.layout.tower],
+            ignore=[*COMPUTED, f"{spec.layout.head}.weight"],
             entries=check_weights(spec.folder, FLOATS),
         )
         at = spec.layout.config

@@ -124,10 +124,6 @@ class AsrSpec:
         part = config.get("thinker_config", config)
         if part.get("classify_num") or part.get("model_type") == "qwen3_forced_aligner":
             raise InvalidRequest(f"{file}: this checkpoint aligns text and does not write any", param="model_path")
-        if config.get("quantization_config"):
-            raise InvalidRequest(
-                f"{file} has a quantization_config; this engine takes bfloat16, float16 and float32", param="model_path"
-            )
         eos_ids = GenerationDefaults.load(folder, part["text_config"]["vocab_size"]).eos_ids
         if not eos_ids:
             raise InvalidRequest(f"{folder / 'generation_config.json'} lacks the field eos_token_id", "model_path")

@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from sgl_omni.engine.checkpoint import Checkpoint, Slot
-
-_COMPUTED = ("*.inv_freq", "*positional_embedding.positional_embedding", "*code_offset")
-"""Buffers that a module makes itself, and that older files hold all the same."""
+from sgl_omni.models.qwen3_omni.tower_shapes import COMPUTED
 
 
 def load_part(
@@ -43,9 +41,9 @@ def load_part(
             place = f"{elsewhere[first]}.{rest}" if first in elsewhere else prefix + name
             yield Slot(place, tensor, tuple(tensor.shape))
 
-    checkpoint.check(slots(made("meta")), prefix=prefix, ignore=_COMPUTED)  # before the device's memory is taken
+    checkpoint.check(slots(made("meta")), prefix=prefix, ignore=COMPUTED)  # before the device's memory is taken
     module = made(device)
-    checkpoint.load(slots(module), prefix=prefix, ignore=_COMPUTED)
+    checkpoint.load(slots(module), prefix=prefix, ignore=COMPUTED)
     return module.eval().requires_grad_(False)
 
 

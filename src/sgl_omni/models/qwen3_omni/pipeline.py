@@ -16,7 +16,7 @@ from sgl_omni.config.tasks import ChatTask, Tasks
 from sgl_omni.models.folder import check_tensors, find_folder, read_json
 from sgl_omni.models.qwen3_omni.prompt_spec import ARCHITECTURE, SAMPLE_RATE, PromptSpec
 from sgl_omni.models.qwen3_omni.spec import engine_shapes
-from sgl_omni.models.qwen3_omni.tower_shapes import towers_shapes
+from sgl_omni.models.qwen3_omni.tower_shapes import COMPUTED, towers_shapes
 from sgl_omni.models.tokens import check_chat, check_tokens
 
 _STAGES = "sgl_omni.models.qwen3_omni.stages"
@@ -94,7 +94,12 @@ class Qwen3OmniSpeechPipelineConfig(PipelineConfig):
         spec = PromptSpec.load(model_path)
         folder = find_folder(model_path)
         config = read_json(folder)
-        check_tensors(folder, lambda: chain(engine_shapes(config), towers_shapes(config)), parts=_PARTS)
+        check_tensors(
+            folder,
+            lambda: chain(engine_shapes(config), towers_shapes(config)),
+            parts=_PARTS,
+            ignore=[*COMPUTED, "thinker.lm_head.weight"],
+        )
         vocabulary = check_tokens(folder, config, _VOCABULARY, ids=_TOKENS)
         check_chat(folder, vocabulary, spec.vocab_size, _VOCABULARY, is_needed=True)
         return Tasks(

@@ -10,7 +10,7 @@ from sgl_omni.engine.hidden import HiddenRows
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Request
 from sgl_omni.engine.task import InputSpec
-from sgl_omni.models.text_llm.task import TextTask
+from sgl_omni.models.text_llm.task import Answer, TextTask
 from sgl_omni.text.tokenizer import TextTokenizer
 
 
@@ -25,7 +25,8 @@ class ThinkerTask(TextTask):
     """``TextTask`` whose prompts may have rows inserted, and that tells the talker what it is to speak.
 
     With ``speech`` in the payload, chunks have ``hidden_states`` [rows, 2, hidden] of the rows run since the chunk
-    before, the inputs of layer 0 and of the talker's ``accept_layer``; the first has ``speech`` itself too.
+    before, the inputs of layer 0 and of the talker's ``accept_layer``; the first has ``speech`` itself too. Rows of
+    tokens that may belong to a stop text wait until it is known, and are never handed on where they do.
     """
 
     hands_hidden = True
@@ -54,10 +55,20 @@ class ThinkerTask(TextTask):
     def chunk(self, request: Request) -> Payload | None:
         made = super().chunk(request)
         hidden = request.hidden
-        rows = None if hidden is None else hidden.take()
+        rows = None if hidden is None else hidden.take(_rows_before_stops(request))
         if rows is None or not isinstance(hidden, RowsForTalker):
             return made
         made = {"token_ids": [], **(made or {}), "hidden_states": rows}
         if hidden.speech is not None:
             made["speech"], hidden.speech = hidden.speech, None
         return made
+
+
+def _rows_before_stops(request: Request) -> int | None:
+    """Rows of the prompt and of the tokens that surely come before a stop text; none where there are no such texts."""
+    answer: Answer = request.task
+    if answer.stops is None:
+        return None
+    if request.finish_reason is not None:
+        answer.end()
+    return request.prompt_length + answer.clear_tokens

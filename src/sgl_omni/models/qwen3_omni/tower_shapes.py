@@ -46,6 +46,9 @@ _CODE2WAV: Mapping[str, Any] = {
 }
 """transformers', for what a config does not say."""
 
+COMPUTED = ("*.inv_freq", "*positional_embedding.positional_embedding", "*code_offset")
+"""Buffers that a module makes itself, and that older files hold all the same."""
+
 
 def towers_shapes(config: Mapping[str, Any]) -> Named:
     """All three of a whole checkpoint's ``config.json``."""

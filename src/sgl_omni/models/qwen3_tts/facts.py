@@ -54,6 +54,8 @@ _DEFAULTS: Mapping[str, Any] = {
 """Where ``generation_config.json`` is silent."""
 
 FIRST_FRAMES, MOST_FRAMES = 4, 16
+LEAST_SECONDS, MOST_SECONDS = 0.5, 60.0
+"""Of a recording whose voice is cloned."""
 
 
 def next_cut(frames: int) -> int:

@@ -8,14 +8,22 @@ from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
 from sgl_omni.models.folder import check_tensors, check_weights, read_json
 from sgl_omni.models.qwen3_tts.codec_shapes import check_decoder, check_encoders
-from sgl_omni.models.qwen3_tts.facts import ARCHITECTURE, BASE, SPEECH_TOKENIZER, ModelFacts
+from sgl_omni.models.qwen3_tts.facts import (
+    ARCHITECTURE,
+    BASE,
+    LEAST_SECONDS,
+    MOST_SECONDS,
+    SPEECH_TOKENIZER,
+    ModelFacts,
+)
 from sgl_omni.models.qwen3_tts.spec import TalkerSpec, talker_shapes
-from sgl_omni.models.tokens import check_tokens
+from sgl_omni.models.tokens import check_merged, check_tokens
 
 _STAGES = "sgl_omni.models.qwen3_tts.stages"
 
 _TOKENS = {"im_start_token_id": "<|im_start|>", "im_end_token_id": "<|im_end|>"}
 """The prompt has the tokens; a config need not name their ids."""
+_ROLE = "assistant"
 
 
 class Qwen3TTSPipelineConfig(PipelineConfig):
@@ -70,10 +78,13 @@ class Qwen3TTSPipelineConfig(PipelineConfig):
             facts.folder,
             lambda: talker_shapes(TalkerSpec.parse(config)),
             parts=["speaker_encoder."] * clones,
+            ignore=["speaker_encoder.*"],
             entries=entries,
         )
         known = {field: token for field, token in _TOKENS.items() if field in config}
-        check_tokens(facts.folder, config, "talker_config.text_vocab_size", _TOKENS.values(), known)
+        needed = (*_TOKENS.values(), _ROLE)
+        vocabulary = check_tokens(facts.folder, config, "talker_config.text_vocab_size", needed, known)
+        check_merged(facts.folder, vocabulary, _ROLE)
         of_speech = check_weights(facts.folder / SPEECH_TOKENIZER)
         check_decoder(facts.folder, of_speech)
         if clones:
@@ -85,6 +96,8 @@ class Qwen3TTSPipelineConfig(PipelineConfig):
                 default_voice=voices[0] if voices else None,
                 sample_rate=facts.sample_rate,
                 max_references=1 if facts.kind == BASE else 0,
+                least_reference_seconds=LEAST_SECONDS,
+                max_reference_seconds=MOST_SECONDS,
                 takes_instructions=facts.takes_instructions,
                 languages=facts.spoken_languages,
             )

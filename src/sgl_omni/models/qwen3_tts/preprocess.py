@@ -109,7 +109,7 @@ class SpeechPreprocessor:
         words = references[0].get("text")
         if words is None or not words.strip():
             return {"speaker_embedding": self._voices.read(references[0]["audio"], with_codes=False).speaker}
-        ids = self._text(words, "references")
+        ids = self._text(words, "references[0].text")
         voice = self._voices.read(references[0]["audio"], with_codes=True)
         return {"speaker_embedding": voice.speaker, "reference_ids": ids, "reference_codes": voice.codes}
 

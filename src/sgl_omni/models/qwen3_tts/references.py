@@ -19,11 +19,11 @@ from sgl_omni.engine.checkpoint import Checkpoint, Slot, read_config
 from sgl_omni.errors import InvalidRequest, StartupError
 from sgl_omni.models.qwen3_tts.codec import fill
 from sgl_omni.models.qwen3_tts.codec_shapes import ENCODER_FACTS, SPEAKER_DEFAULTS
-from sgl_omni.models.qwen3_tts.facts import SPEECH_TOKENIZER
+from sgl_omni.models.qwen3_tts.facts import LEAST_SECONDS, MOST_SECONDS, SPEECH_TOKENIZER
 from sgl_omni.models.qwen3_tts.preprocess import Voice
 
-LEAST_SECONDS, MOST_SECONDS = 0.5, 60.0
 _KEPT_VOICES = 64
+_AUDIO = "references[0].audio"
 _MEL_SIZE, _HOP, _MEL_BANDS = 1024, 256, 128
 
 
@@ -154,9 +154,9 @@ class References:
         return Voice(speaker, codes.cpu().numpy().astype(np.int16))
 
     def _samples(self, audio: bytes | memoryview, rate: int) -> Tensor:
-        samples = decode_audio(audio, rate, param="references", max_seconds=MOST_SECONDS)
+        samples = decode_audio(audio, rate, param=_AUDIO, max_seconds=MOST_SECONDS)
         if len(samples) < LEAST_SECONDS * rate:
             raise InvalidRequest(
-                f"the recording lasts {len(samples) / rate:.2f} s; at least {LEAST_SECONDS} s are needed", "references"
+                f"the recording lasts {len(samples) / rate:.2f} s; at least {LEAST_SECONDS} s are needed", _AUDIO
             )
         return torch.from_numpy(samples).to(self._device)

@@ -9,7 +9,6 @@ from sgl_omni.config.tasks import ChatTask, Tasks
 from sgl_omni.engine.decoder_config import DecoderConfig
 from sgl_omni.engine.headers import FLOATS
 from sgl_omni.engine.shapes import causal_shapes
-from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.folder import check_folder, check_tensors, check_weights, find_folder
 from sgl_omni.models.text_llm.generation import GenerationDefaults
 from sgl_omni.models.tokens import check_chat, check_tokens
@@ -72,13 +71,12 @@ class TextLLMPipelineConfig(PipelineConfig):
     def tasks(cls, model_path: str) -> Tasks:
         folder = find_folder(model_path)
         config = check_folder(folder, cls.architectures, weights=(), fields=_FIELDS)
-        if config.get("quantization_config"):
-            raise InvalidRequest(
-                f"{folder / 'config.json'} has a quantization_config; this engine takes bfloat16, float16 and float32",
-                param="model_path",
-            )
         GenerationDefaults.load(folder, config["vocab_size"])
-        entries = check_weights(folder, FLOATS)
-        check_tensors(folder, lambda: causal_shapes(DecoderConfig.parse(config), "model.", "lm_head"), entries=entries)
+        check_tensors(
+            folder,
+            lambda: causal_shapes(DecoderConfig.parse(config), "model.", "lm_head"),
+            ignore=["*.rotary_emb.inv_freq", "lm_head.weight"],
+            entries=check_weights(folder, FLOATS),
+        )
         check_chat(folder, check_tokens(folder, config, "vocab_size"), config["vocab_size"], "vocab_size")
         return Tasks(chat=ChatTask(text_output="decode", completes_text=True))

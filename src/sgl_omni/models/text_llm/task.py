@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sgl_omni.engine.interface import Payload
 from sgl_omni.engine.request import Request
@@ -24,8 +25,11 @@ def tokens_at_once(together: int) -> int:
 
 
 @dataclass(slots=True)
-class _Answer:
-    """How one request ends and is handed on. ``stops`` and ``words`` are there where it has stop texts."""
+class Answer:
+    """How one request ends and is handed on. ``stops`` and ``words`` are there where it has stop texts.
+
+    ``clear_tokens``: how many of its tokens surely lie before every stop, each with all of its text.
+    """
 
     end_ids: frozenset[int]
     stream: bool
@@ -33,13 +37,36 @@ class _Answer:
     stops: StopFinder | None = None
     words: Detokenizer | None = None
     has_end_id: bool = False
+    clear_tokens: int = 0
+    _tokens: int = 0
+    _length: int = 0
+    _clear_length: int = 0
+    _ends: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
 
     def stops_with(self, token: int) -> bool:
         """Whether a stop text is complete with this token."""
         if self.stops is None or self.words is None:
             return False
-        self.stops.feed(self.words.feed([token]))
+        self._tokens += 1
+        self._take(self.words.feed([token]))
         return self.stops.found
+
+    def end(self) -> None:
+        """No more tokens come: what might have become a stop is none."""
+        if self.stops is None or self.words is None:
+            return
+        self._take(self.words.end())
+        if not self.stops.found:
+            self.clear_tokens = self._tokens
+
+    def _take(self, text: str) -> None:
+        assert self.stops is not None
+        if text and not self.stops.found:
+            self._length += len(text)
+            self._ends.append((self._tokens, self._length))
+            self._clear_length += len(self.stops.feed(text))
+        while self._ends and self._ends[0][1] <= self._clear_length:
+            self.clear_tokens, _ = self._ends.popleft()
 
 
 class TextTask(Task):
@@ -72,7 +99,7 @@ class TextTask(Task):
     def parse(self, request_id: str, payload: Payload) -> Request:
         prompt = self._inputs.prompt(payload)
         stop = list(payload.get("stop") or [])
-        answer = _Answer(
+        answer = Answer(
             end_ids=frozenset() if payload.get("ignore_eos") else self.end_ids,
             stream=bool(payload.get("stream", True)),
             stop=stop,
@@ -107,7 +134,7 @@ class TextTask(Task):
 
     def take(self, request: Request, row: list[int]) -> bool:
         request.outputs.append(row)
-        answer: _Answer = request.task
+        answer: Answer = request.task
         if row[0] in answer.end_ids:
             answer.has_end_id = True
             request.finish_reason = "stop"
@@ -123,7 +150,7 @@ class TextTask(Task):
         return request.max_outputs - 1 - len(request.outputs)
 
     def chunk(self, request: Request) -> Payload | None:
-        answer: _Answer = request.task
+        answer: Answer = request.task
         if not answer.stream:
             return None
         first = request.sent == 0
@@ -137,7 +164,7 @@ class TextTask(Task):
         return {"token_ids": new, "stop": answer.stop} if first and answer.stop else {"token_ids": new}
 
     def result(self, request: Request) -> Payload:
-        answer: _Answer = request.task
+        answer: Answer = request.task
         said = request.outputs[:-1] if answer.has_end_id else request.outputs
         return {
             **({} if answer.stream else {"token_ids": [row[0] for row in said], "stop": answer.stop}),
