@@ -173,7 +173,7 @@ def aborted(server: Server) -> float:
     ("fields", "param"),
     [
         ({"references": None}, "references"),
-        ({"references": [{"audio": "data:audio/wav;base64,AAAA"}]}, "references"),
+        ({"references": [{"audio": "data:audio/wav;base64,AAAA"}]}, "references[0].audio"),
         ({"references": [{"audio": recording()}] * 2}, "references"),
         ({"language": "klingon"}, "language"),
         ({"voice": "vivian"}, "voice"),

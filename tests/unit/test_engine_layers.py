@@ -186,6 +186,8 @@ def test_yarn_makes_room_for_the_positions_that_it_stretches_to() -> None:
 def test_rope_kinds_that_are_not_there_are_named() -> None:
     with pytest.raises(StartupError, match="'dynamic' is not supported; use default, linear, llama3, yarn or mrope"):
         RopeConfig.parse({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
+    with pytest.raises(StartupError, match="rope_theta is 1, and yarn needs one above 1"):
+        RopeConfig.parse({"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
     with pytest.raises(StartupError, match="original_max_position_embeddings is missing"):
         RopeConfig.parse({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
     with pytest.raises(StartupError, match="do not sum to the 16 pairs"):

@@ -297,6 +297,8 @@ async def test_a_recording_that_the_model_refuses_is_named_as_the_caller_gave_it
         assert entry["error"]["param"] == f"inputs[0].{param}"
     error = (await asgi.post(SPEECH, json=SAY | {"ref_audio": "?!"})).json()["error"]
     assert (error["param"], "not base64" in error["message"]) == ("ref_audio", True)
+    backend.script = failing(InvalidRequest("give one", "references"))
+    assert (await asgi.post(SPEECH, json=SAY)).json()["error"]["param"] == "references"
     backend.script = failing(InvalidRequest("too much", "input"))
     assert (await asgi.post(SPEECH, json=SAY | {"voice": "carla"})).json()["error"]["param"] == "input"
 

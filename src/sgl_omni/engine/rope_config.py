@@ -74,6 +74,8 @@ class RopeConfig:
 
 def _yarn(rope: RopeConfig, config: Mapping[str, Any], values: Mapping[str, Any]) -> RopeConfig:
     """Fields and their defaults are those of transformers."""
+    if rope.theta <= 1:
+        raise StartupError(f"rope_theta is {rope.theta:g}, and yarn needs one above 1")
     name, trained = "original_max_position_embeddings", "max_position_embeddings"
     original = int(_number({name: config.get(trained), **_given(values, name), **_given(config, name)}, name))
     factor = _number({"factor": _ratio(config.get(trained), original), **_given(values, "factor")}, "factor")

@@ -95,6 +95,7 @@ _ONE: dict[str, _Kind] = {
         (
             *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rope_theta", "rope_base"),
             *("max_period", "factor", "low_freq_factor", "high_freq_factor", "partial_rotary_factor", "mlp_ratio"),
+            *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
             *("frame_rate", "_frame_rate", "context_duration", "causal_transformer_context_duration"),
             *("position_id_per_seconds", "rescale_factor", "repetition_penalty"),
         ),

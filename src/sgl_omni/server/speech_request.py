@@ -119,7 +119,9 @@ async def spoken_text(asked: SpokenText, task: SpeechTask, voices: VoiceStore, f
     uploaded = None if asked.voice is None else voices.find(asked.voice)
     if not references:
         payload["voice"] = None if uploaded else voice_name(asked.voice, task, voices)
-        return Spoken(payload | ({"references": [uploaded.reference]} if uploaded else {}), format, "voice")
+        if uploaded is None:
+            return Spoken(payload, format, "references")
+        return Spoken(payload | {"references": [uploaded.reference]}, format, "voice")
     if asked.voice is not None and (uploaded or asked.voice not in STAND_INS - set(task.voices)):
         raise InvalidRequest("give a voice or references, not both", "voice")
     source = "references" if asked.ref_audio is None else "ref_audio"

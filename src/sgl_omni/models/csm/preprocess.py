@@ -82,7 +82,7 @@ class Recordings:
         long."""
         return self._kept.get(file, lambda: self.encoded(file, param))
 
-    def encoded(self, file: bytes | memoryview, param: str = "references") -> Codes:
+    def encoded(self, file: bytes | memoryview, param: str = "references[0].audio") -> Codes:
         """The same, without remembering it."""
         return self._encode(decode_audio(file, self._sample_rate, param=param, max_seconds=MAX_REFERENCE_SECONDS))
 
