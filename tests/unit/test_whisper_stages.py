@@ -277,7 +277,7 @@ def test_declaring_the_pipeline_imports_no_torch() -> None:
         ("config.json", {"architectures": ["LlamaForCausalLM"]}, r"config.json: architectures is \['LlamaForC"),
         ("config.json", {"d_model": ...}, r"config.json lacks the field d_model"),
         ("config.json", {"num_mel_bins": ...}, r"config.json lacks the field num_mel_bins"),
-        ("config.json", {"model_type": "bart"}, "model type 'bart' is not whisper"),
+        ("config.json", {"model_type": "bart"}, "model_type is .bart. and architectures"),
         ("generation_config.json", None, r"generation_config.json cannot be read"),
         ("generation_config.json", {"no_timestamps_token_id": ...}, r"lacks the field no_timestamps_token_id"),
         ("preprocessor_config.json", None, r"preprocessor_config.json cannot be read"),

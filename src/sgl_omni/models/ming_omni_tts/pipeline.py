@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
-from sgl_omni.models.ming_omni_tts.files import ARCHITECTURE, checked
+from sgl_omni.models.folder import find_folder
+from sgl_omni.models.ming_omni_tts.files import ARCHITECTURE, checked, why_no_speakers
 
 _STAGES = "sgl_omni.models.ming_omni_tts.stages"
 
@@ -64,5 +65,6 @@ class MingOmniTTSPipelineConfig(PipelineConfig):
                 sample_rate=config["audio_tokenizer_config"]["sample_rate"],
                 max_references=1,
                 takes_instructions=True,
+                needs_reference_text=why_no_speakers(find_folder(model_path)) is not None,
             )
         )

@@ -70,7 +70,9 @@ class SpeechPreprocessor:
             raise InvalidRequest("this model takes one reference", param="references")
         audio, spoken = references[0]["audio"], (references[0].get("text") or "").strip()
         if not spoken and not self._hears_speakers:
-            raise InvalidRequest("this model needs what is said in the reference as its text", param="references")
+            raise InvalidRequest(
+                "this model needs what is said in the reference as its text", param="references[0].text"
+            )
         heard = {"voice": _decoded(audio, SPEAKER_RATE)} if self._hears_speakers else {}
         if not spoken:
             return None, heard
@@ -79,7 +81,7 @@ class SpeechPreprocessor:
 
 
 def _decoded(audio: bytes | memoryview, rate: int) -> NDArray[np.float32]:
-    return decode_audio(audio, rate, param="references", max_seconds=MAX_REFERENCE_SECONDS)
+    return decode_audio(audio, rate, param="references[0].audio", max_seconds=MAX_REFERENCE_SECONDS)
 
 
 def _speed(speed: float | None) -> float:

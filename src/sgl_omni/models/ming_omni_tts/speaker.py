@@ -102,7 +102,7 @@ class SpeakerEncoder:
         if found is not None and len(samples) >= _FRAME + _TRIAL_FRAMES * _HOP:
             raise NotFinite("the numbers of the reference's speaker are")
         raise InvalidRequest(
-            f"the reference lasts {len(samples) / SPEAKER_RATE:.3f} s, too short to tell a voice by", "references"
+            f"the reference lasts {len(samples) / SPEAKER_RATE:.3f} s, too short to tell a voice by", "references[0].audio"
         )
 
     def _run(self, features: Tensor) -> NDArray[np.float32]:
