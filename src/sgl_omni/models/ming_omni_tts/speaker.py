@@ -101,9 +101,9 @@ class SpeakerEncoder:
             return found
         if found is not None and len(samples) >= _FRAME + _TRIAL_FRAMES * _HOP:
             raise NotFinite("the numbers of the reference's speaker are")
-        raise InvalidRequest(
-            f"the reference lasts {len(samples) / SPEAKER_RATE:.3f} s, too short to tell a voice by", "references[0].audio"
-        )
+        seconds = len(samples) / SPEAKER_RATE
+        told = f"the reference lasts {seconds:.3f} s, too short to tell a voice by"
+        raise InvalidRequest(told, "references[0].audio")
 
     def _run(self, features: Tensor) -> NDArray[np.float32]:
         found: NDArray[np.float32] = self._session.run(None, {self._input: features[None].numpy()})[0]
