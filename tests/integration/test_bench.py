@@ -101,7 +101,9 @@ configurations:
 def ended_after_a_line(ending: signal.Signals, *arguments: str) -> None:
     """A benchmark that is ended once it has told of one measurement."""
     command = [sys.executable, "-m", "sgl_omni.cli.main", "bench", *arguments]
+    hears = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT)
+    signal.signal(signal.SIGINT, hears)
     assert process.stderr is not None
     assert "requests/s" in process.stderr.readline()
     for _ in range(1 + (ending is signal.SIGTERM)):  # `timeout` sends two
