@@ -27,7 +27,7 @@ from sgl_omni.models.ming_omni_tts.preprocess import SpeechPreprocessor
 from sgl_omni.models.ming_omni_tts.prompt import PromptWriter, caption
 from sgl_omni.models.ming_omni_tts.spec import MingSpec
 from sgl_omni.models.ming_omni_tts.task import MingTask
-from sgl_omni.models.ming_omni_tts.vae import VaeEncoder
+from sgl_omni.models.ming_omni_tts.vae import SequenceAttend, VaeEncoder
 from sgl_omni.text.tokenizer import TextTokenizer
 
 pytest.importorskip("transformers")
@@ -255,3 +255,15 @@ def test_configs_and_checkpoints_of_another_shape(ming: Ming, tmp_path: Path) ->
     config["aggregator_config"]["num_heads"] = 3
     with pytest.raises(StartupError, match=r"aggregator_config\.num_heads 3"):
         MingSpec.parse(config)
+
+
+@pytest.mark.parametrize("window", [None, 5, 2000])
+def test_long_recordings_are_attended_part_by_part(window: int | None) -> None:
+    """As with one mask for all places, of which there would be the square of a minute's many thousands."""
+    q, k, v = (torch.randn(2500, heads, 8, generator=torch.Generator().manual_seed(3)) for heads in (4, 2, 2))
+    at = torch.arange(2500)
+    distance = at[:, None] - at
+    mask = (distance >= 0) & (distance < (window or 2500))
+    over = [part.transpose(0, 1)[None] for part in (q, k, v)]
+    whole = torch.nn.functional.scaled_dot_product_attention(*over, mask, enable_gqa=True)[0].transpose(0, 1)
+    assert (SequenceAttend()(0, q, k, v, window=window) - whole).abs().max() < 1e-6

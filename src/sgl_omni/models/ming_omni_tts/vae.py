@@ -20,16 +20,25 @@ IGNORED = ("*.embed_tokens.weight", "*.rotary_emb.inv_freq")
 """What both halves of the VAE have on disk and no use for."""
 
 
+_AT_ONCE = 1024
+"""Places that look at once: what is masked for all of a recording would grow with the square of its length."""
+
+
 class SequenceAttend:
     """Attention of one sequence over all of itself, or the last ``window`` places of it."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
-        places = torch.arange(k.shape[0], device=q.device)
-        distance = places[:, None] - places
-        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
-        return mixed[0].transpose(0, 1)
+        places, mixed = torch.arange(k.shape[2], device=q.device), []
+        for start in range(0, len(places), _AT_ONCE):
+            stop = min(start + _AT_ONCE, len(places))
+            first = 0 if window is None else max(0, start + 1 - window)
+            distance = places[start:stop, None] - places[first:stop]
+            mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            seen = (part[:, :, first:stop] for part in (k, v))
+            part = F.scaled_dot_product_attention(q[:, :, start:stop], *seen, mask, enable_gqa=q.shape[1] != k.shape[1])
+            mixed.append(part)
+        return torch.cat(mixed, 2)[0].transpose(0, 1)
 
 
 def _run(decoder: Decoder, x: Tensor) -> Tensor:
