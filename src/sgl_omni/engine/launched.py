@@ -17,7 +17,7 @@ from sgl_omni.engine.platform import for_kernels
 from sgl_omni.engine.request import Chunk, Request
 from sgl_omni.engine.row_memory import to_device
 
-PLACES = 3
+_PLACES = 3
 """One that is read, one that is written, and one to spare."""
 
 
@@ -71,10 +71,10 @@ class OutputRing:
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._memory = torch.zeros(PLACES, rows, columns, dtype=torch.int64, pin_memory=on_gpu)
+        self._memory = torch.zeros(_PLACES, rows, columns, dtype=torch.int64, pin_memory=on_gpu)
         self._rows: npt.NDArray[np.int64] = self._memory.numpy()
         self._written = torch.zeros(1, dtype=torch.int64, device=device)
-        self._events = [torch.cuda.Event(blocking=True) for _ in range(PLACES)] if on_gpu else []
+        self._events = [torch.cuda.Event(blocking=True) for _ in range(_PLACES)] if on_gpu else []
         self._launched = 0
 
     def write(self, ids: Tensor) -> None:
@@ -84,7 +84,7 @@ class OutputRing:
 
             kernels.hand_out(ids, self._memory, self._written)
         else:
-            self._memory[int(self._written) % PLACES, : len(ids)] = ids
+            self._memory[int(self._written) % _PLACES, : len(ids)] = ids
         self._written += 1
 
     def restart(self) -> None:
@@ -96,7 +96,7 @@ class OutputRing:
         self, count: int, stream: torch.cuda.Stream | None
     ) -> tuple[npt.NDArray[np.int64], torch.cuda.Event | None]:
         """Behind the launch of a step: where its first ``count`` rows will be, and what tells that they are there."""
-        place = self._launched % PLACES
+        place = self._launched % _PLACES
         self._launched += 1
         if stream is None:
             return self._rows[place, :count], None

@@ -14,6 +14,7 @@ from sgl_omni.models.ming_omni_tts.spec import MingSpec, engine_shapes, vae_shap
 from sgl_omni.models.tokens import check_tokens
 
 ARCHITECTURE = "BailingMMNativeForConditionalGeneration"
+MAX_REFERENCE_SECONDS = 60.0
 DENSE, EXPERTS = "dense", "bailingmm"
 """What the config calls the models whose language model is Qwen2, and BailingMoe."""
 

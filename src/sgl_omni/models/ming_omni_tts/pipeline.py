@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from sgl_omni.config.schema import PipelineConfig
 from sgl_omni.config.tasks import SpeechTask, Tasks
 from sgl_omni.models.folder import find_folder
-from sgl_omni.models.ming_omni_tts.files import ARCHITECTURE, checked, why_no_speakers
+from sgl_omni.models.ming_omni_tts.files import ARCHITECTURE, MAX_REFERENCE_SECONDS, checked, why_no_speakers
 
 _STAGES = "sgl_omni.models.ming_omni_tts.stages"
 
@@ -65,6 +65,7 @@ class MingOmniTTSPipelineConfig(PipelineConfig):
                 sample_rate=config["audio_tokenizer_config"]["sample_rate"],
                 max_references=1,
                 takes_instructions=True,
+                max_reference_seconds=MAX_REFERENCE_SECONDS,
                 needs_reference_text=why_no_speakers(find_folder(model_path)) is not None,
             )
         )

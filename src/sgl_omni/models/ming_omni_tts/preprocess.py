@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from sgl_omni.audio.decode import decode_audio
 from sgl_omni.audio.stretch import FASTEST, SLOWEST
 from sgl_omni.errors import InvalidRequest
+from sgl_omni.models.ming_omni_tts.files import MAX_REFERENCE_SECONDS
 from sgl_omni.models.ming_omni_tts.prompt import PromptWriter
 from sgl_omni.models.ming_omni_tts.spec import SPEAKER_RATE
 from sgl_omni.runtime.stage import Payload, Request
 
-MAX_REFERENCE_SECONDS = 60.0
 _OFF = {"top_k": (0, -1), "top_p": (1,), "repetition_penalty": (1,)}
 """Options of models that choose among ids, and the values with which they ask for nothing."""
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sgl_omni.engine.decoder_graphs import doubling
 from sgl_omni.engine.graphs import StepGraphs, can_capture
 from sgl_omni.models.ming_omni_tts.vae_decoder import VaeDecoder, VaeMemory
 
@@ -122,7 +123,7 @@ class PieceGraphs:
         self._latents = torch.zeros(pieces, latents, decoder.spec.latent_size, device=device)
         self._facts = torch.zeros(4, pieces, dtype=torch.int64, device=device)
         self._samples: dict[int, Tensor] = {}
-        self._graphs = StepGraphs(self._run, [*(1 << i for i in range((pieces - 1).bit_length())), pieces])
+        self._graphs = StepGraphs(self._run, doubling(pieces))
         self._host = torch.empty(self._samples[pieces].shape, pin_memory=pinned)
         self._host_latents = torch.zeros(self._latents.shape, pin_memory=pinned)
         self._host_facts = torch.zeros(self._facts.shape, dtype=torch.int64, pin_memory=pinned)
