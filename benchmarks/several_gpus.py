@@ -80,7 +80,13 @@ async def measure(options: argparse.Namespace) -> list[Attempt]:
             )
         elif section == "tp":
             batches, outputs = ([1, 4], (4, 12)) if small else ([1, 32], (32, 288))
-            await tensor_parallel.measure(attempts, layers=options.layers, outputs=outputs, batches=batches)
+            await tensor_parallel.measure(
+                attempts,
+                layers=options.layers,
+                outputs=outputs,
+                batches=batches,
+                dtypes=tuple(options.dtypes.split(",")),
+            )
         else:
             await both_cards.measure(
                 attempts,
@@ -128,7 +134,8 @@ def main() -> None:
     parser.add_argument("--until", type=float, help="seconds after which no other attempt is begun")
     parser.add_argument("--seconds", type=float, help="of each load; by default 1 (transfer) or 12")
     parser.add_argument("--rounds", type=int, default=1, help="of transfer, replicas and both")
-    parser.add_argument("--layers", type=int, default=8, help="of the thinker and the talker, in place of 48 and 20")
+    parser.add_argument("--layers", type=int, default=8, help="of thinker and talker in place of 48 and 20; 0 for all")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="of the ranks")
     parser.add_argument("--concurrency", type=int, default=32, help="callers of replicas")
     parser.add_argument("--mps", default="auto", help="of replicas; several, separated by commas, one after another")
     parser.add_argument("--copies", type=int, default=2, help="engines on each card, for both")

@@ -166,10 +166,12 @@ def agreement(one: list[list[int]], two: list[list[int]]) -> Attempt:
     return {"answers": len(one), "same": parted.count(-1), "parted_after": [at for at in parted if at >= 0]}
 
 
-async def measure(attempts: Attempts, *, layers: int, outputs: tuple[int, int], batches: list[int]) -> None:
+async def measure(
+    attempts: Attempts, *, layers: int, outputs: tuple[int, int], batches: list[int], dtypes: tuple[str, ...]
+) -> None:
     tiny = not attempts.on_gpu
     tokens = 12 if tiny else 64
-    for name, config in shapes(layers, tiny=tiny).items():
+    for name, config in shapes(layers or 48, tiny=tiny).items():
         folder = Path(tempfile.mkdtemp(prefix="omni-model-"))
 
         async def write(into: Path = folder, config: dict[str, Any] = config) -> Attempt:
@@ -177,7 +179,7 @@ async def measure(attempts: Attempts, *, layers: int, outputs: tuple[int, int], 
 
         try:
             if "error" not in await attempts.run("tp", {"shape": name, "what": "checkpoint"}, write, 240):
-                await _compare(attempts, name, folder, config["vocab_size"], batches, outputs, tokens)
+                await _compare(attempts, name, folder, config["vocab_size"], batches, outputs, tokens, dtypes)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -190,13 +192,14 @@ async def _compare(
     batches: list[int],
     outputs: tuple[int, int],
     tokens: int,
+    dtypes: tuple[str, ...],
 ) -> None:
     """One rank and two, in turn, for each of the ways to run a step. On GPUs the small one is there for its time alone,
     and `tests/gpu/test_tp_cuda.py` compares tokens of such a one."""
     ways = [("bfloat16", True), ("bfloat16", False)] if attempts.on_gpu else []
     if name == "thinker" or not attempts.on_gpu:
         ways.insert(0, ("float32", True))
-    for dtype, graphs in ways:
+    for dtype, graphs in (way for way in ways if way[0] in dtypes):
         answers: dict[int, Any] = {}
         for tp in (1, 2):
             ranks = Ranks(tp, graphs=graphs, dtype=dtype, batches=batches, outputs=outputs)

@@ -92,6 +92,20 @@ async def test_blocks_are_freed_when_the_receiver_is_killed(started: list[Pipeli
     assert all(r["equal"] for r in results) and results[-1]["device"] == "cuda:0"
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+async def test_streams_of_large_chunks_keep_to_the_device(started: list[Pipeline], gpus: int) -> None:
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    pipeline = await begin(started, device_plan("cuda", devices=(0, gpus - 1), limit=16 * MIB, stream=True))
+    (route,) = pipeline.health()["routes"]
+    await pipeline.submit({"count": COUNT, "chunks": 1}).result()
+    before = await gauge(pipeline, "make", "device_sent_total")
+    handles = [pipeline.submit({"count": COUNT, "chunks": 100}) for _ in range(2)]
+    assert [(await handle.result())["check"] for handle in handles] == [{"right": 100, "next": 100}] * 2
+    sent = await gauge(pipeline, "make", "device_sent_total") - before
+    assert sent == (200 if route["by"] == "device" else 0)
+
+
 async def test_they_cross_between_two_gpus(started: list[Pipeline]) -> None:
     """By the way that the trial at the start found, which cannot be another than the driver's own answer."""
     if torch.cuda.device_count() < 2:
@@ -114,7 +128,7 @@ async def test_one_sender_reaches_its_own_gpu_and_another_at_once(started: list[
     pipeline = await begin(started, device_plan("cuda", devices=(0, 0, 1)))
     near, far = pipeline.health()["routes"]
     handles = [pipeline.submit({"count": COUNT + i, "first": i}) for i in range(24)]
-    assert all((await handle.result())["check"]["equal"] for handle in handles)
+    assert all([(await handle.result())["check"]["equal"] for handle in handles])
     before = await gauge(pipeline, "make", "device_sent_total")
     for i in range(8):
         assert (await pipeline.submit({"count": COUNT, "first": i}).result())["check"]["equal"]

@@ -59,8 +59,13 @@ async def test_a_killed_rank_takes_its_group_along(tmp_path: Path, qwen3: Path, 
     plan = plan_for(tmp_path, qwen3, 2, usable_host(), tokens=512, on_exit="restart")
     async with Pipeline(plan) as pipeline:
         before = pids(pipeline)
-        waiting = [asyncio.create_task(ask(pipeline, prompt, max_new_tokens=400)) for prompt in PROMPTS[:4]]
-        await asyncio.sleep(0.1)
+
+        async def keep_asking(prompt: list[int]) -> None:
+            while True:
+                await ask(pipeline, prompt, max_new_tokens=400)
+
+        waiting = [asyncio.create_task(keep_asking(prompt)) for prompt in PROMPTS[:4]]
+        await asyncio.sleep(0.5)
         os.kill(before[f"llm_tp{rank}"], signal.SIGKILL)
         for task in waiting:
             with pytest.raises(ProcessExited, match=f"llm_tp{rank}.* was killed by SIGKILL"):

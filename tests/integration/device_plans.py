@@ -24,18 +24,24 @@ def device_plan(
     transport: Transport = "cuda_ipc",
     limit: int = 64 * MIB,
     on_process_exit: ExitPolicy = "stop",
+    stream: bool = False,
 ) -> Plan:
-    """`make` on the first device and a replica of `check` on each of the others, all in processes of their own."""
+    """`make` on the first device and a replica of `check` on each of the others, all in processes of their own.
+
+    With `stream` the first pours a stream and the others catch it.
+    """
+    maker_does, checker_does = ("pour", "catch") if stream else ("make", "check")
     stages = (
         StagePlan(
             name="make",
             process="make",
-            factory_path="device_stages.make",
+            factory_path=f"device_stages.{maker_does}",
             next=("check",),
+            stream_to=("check",) if stream else (),
             gpu=True,
             transport_bytes=limit,
         ),
-        StagePlan(name="check", process="check", factory_path="device_stages.check", terminal=True, gpu=True),
+        StagePlan(name="check", process="check", factory_path=f"device_stages.{checker_does}", terminal=True, gpu=True),
     )
     copies = len(devices) - 1
     maker = InstancePlan(name="make", process="make", stages=("make",), device=devices[0])
@@ -57,7 +63,10 @@ def device_plan(
             ProcessPlan(name="check", stages=("check",), num_replicas=copies),
         ),
         instances=(maker, *checkers),
-        edges=(EdgePlan(source="make", target="check", kind="payload", transport=transport),),
+        edges=tuple(
+            EdgePlan(source="make", target="check", kind=kind, transport=transport)
+            for kind in (("payload", "stream") if stream else ("payload",))
+        ),
         spawn_waves=(order,),
         shutdown_order=(order,),
         on_process_exit=on_process_exit,

@@ -44,6 +44,30 @@ async def test_tensors_arrive_whole_under_load_and_memory_stays_in_its_bounds(st
     assert await gauge(pipeline, "check", "device_bytes") == 0
 
 
+async def test_streams_wait_for_blocks_and_keep_to_the_device(start: Start) -> None:
+    """Two at a time, with room for eight chunks in all and many more in a window."""
+    pipeline = await start(device_plan(limit=16 * MIB, stream=True))
+    asked = {"count": COUNT, "chunks": 40}
+    await pipeline.submit({"count": COUNT, "chunks": 1}).result()  # opens the channel
+    before = await gauge(pipeline, "make", "device_sent_total")
+    handles = [pipeline.submit(asked) for _ in range(2)]
+    results = await asyncio.gather(*(handle.result() for handle in handles))
+    assert all(r["check"] == {"right": 40, "next": 40} for r in results)
+    assert await gauge(pipeline, "make", "device_sent_total") - before == 80
+    await settled(pipeline)
+
+
+async def test_a_stream_that_waits_for_a_block_ends_with_an_abort(start: Start) -> None:
+    pipeline = await start(device_plan(limit=2 * MIB, stream=True))
+    await pipeline.submit({"count": COUNT, "chunks": 1}).result()
+    handles = [pipeline.submit({"count": COUNT, "chunks": 100_000}) for _ in range(3)]
+    await asyncio.sleep(0.3)
+    for handle in handles:
+        handle.abort()
+    await settled(pipeline)
+    assert (await pipeline.submit({"count": COUNT, "chunks": 9}).result())["check"] == {"right": 9, "next": 9}
+
+
 async def test_without_the_transport_nothing_of_it_is_used(start: Start) -> None:
     pipeline = await start(device_plan(transport="shm"))
     for _ in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -25,6 +25,9 @@ class Host:
 
     def stream_targets(self, request: StageRequest) -> list[str]:
         return []
+
+    def has_room(self, request: StageRequest, chunk: Payload, wake: Callable[[], None]) -> bool:
+        return True
 
     def send_chunk(self, request: StageRequest, target: str, chunk: Payload) -> None: ...
 

@@ -111,6 +111,37 @@ async def test_many_in_flight_never_mix_and_the_rest_goes_by_the_host(pair: Pair
     assert pair.left.blocks_out == 0 and pair.left.device_bytes <= LIMIT
 
 
+async def test_who_can_wait_is_told_when_a_block_is_there(pair: Pair) -> None:
+    woken: list[int] = []
+    chunk = {"t": ramp(100_000), "more": [ramp(100_000), ramp(3)]}
+    for times in (1, 2):  # two blocks are missing, and offered one at a time
+        assert not pair.left.has_room(chunk, woken.clear)
+        assert not pair.left.has_room(chunk, lambda: woken.append(1))
+        await settle()
+        assert len(woken) == 1, times
+    assert pair.left.has_room(chunk, woken.clear)
+    pair.send(chunk)
+    assert pair.left.blocks_out == 2 and pair.right.leased_in == 0
+    assert not pair.left.has_room(chunk, lambda: woken.append(2))
+    await pair.receive()
+    await settle()
+    assert woken[-1] == 2 and pair.left.has_room(chunk, woken.clear)
+
+
+async def test_nobody_waits_for_what_will_not_come(pair: Pair) -> None:
+    called: list[int] = []
+    await pair.pass_on({"t": ramp(100_000)})
+    await settle()
+    assert pair.left.has_room({"t": ramp(LIMIT)}, lambda: called.append(1)), "larger than all blocks together"
+    assert pair.left.device_bytes == SMALLEST_BLOCK, "so the one that is there stays"
+    assert pair.left.has_room({"t": ramp(10), "text": "x" * 200_000, "n": 1}, lambda: called.append(1))
+    assert not pair.left.has_room({"t": ramp(600_000)}, lambda: called.append(2))
+    pair.right.close()
+    await settle()
+    assert called == [2] and pair.left.has_room({"t": ramp(600_000)}, lambda: called.append(3))
+    assert Pair(None, None).left.has_room({"t": ramp(600_000)}, lambda: called.append(3))
+
+
 async def test_pools_stay_within_the_allowance_of_the_process() -> None:
     shared = device()
     pairs = [Pair(shared, device(0)) for _ in range(3)]

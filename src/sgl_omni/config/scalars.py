@@ -220,6 +220,7 @@ _INT_LIST: dict[str, Any] = {"type": "array", "items": {"type": "integer", "mini
 _TEXT_LIST: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
 
 PositiveInt = Annotated[int, PlainValidator(at_least(1)), _schema("integer", minimum=1)]
+Count = Annotated[int, PlainValidator(at_least(0)), _schema("integer", minimum=0)]
 Copies = Annotated[int, PlainValidator(_copies), _schema("integer", minimum=1, maximum=MAX_COPIES)]
 Percentage = Annotated[int, PlainValidator(_percentage), _schema("integer", minimum=1, maximum=100)]
 Fraction = Annotated[float, PlainValidator(_fraction), _schema("number", exclusiveMinimum=0, maximum=1)]

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 from sgl_omni.config.scalars import (
     Copies,
     CoreSets,
+    Count,
     Devices,
     EnvValue,
     Flag,
@@ -51,7 +52,9 @@ class EngineConfig(_Section):
         default=None, description="Weights and KV pool together, as a fraction of the GPU's total memory."
     )
     max_running_requests: PositiveInt = Field(default=64, description="Requests decoded together at most.")
-    cuda_graph_max_bs: PositiveInt = Field(default=64, description="Largest batch for which a CUDA graph is captured.")
+    cuda_graph_max_bs: Count = Field(
+        default=64, description="Largest batch for which a CUDA graph is captured; 0 captures none."
+    )
     chunked_prefill_tokens: PositiveInt | None = Field(
         default=None, description="Prompt tokens prefilled in one step at most; longer prompts take several."
     )

@@ -3,8 +3,6 @@
 The same calls as those that share weights (`weights/vmm.py`). A mapping stays valid after the process that made the
 memory has ended, so neither end's death makes the other's copy fault. Copies go through the driver, since torch takes
 memory of another GPU only by copying it: under peer access one copy crosses.
-
-Not run on a GPU yet; `tests/gpu/test_cuda_ipc.py` is to.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ class Channel:
         self._blocks = None if device is None else BlockPool(device, self._offer, self._forget_block, lambda: self.name)
         self._opened = OpenedBlocks(device)
         self._blocks_read: list[int] = []
+        self._waiting_for_room: dict[Callable[[], None], None] = {}
         self.closed = False
         self._loop.add_reader(sock.fileno(), self._readable)
 
@@ -156,6 +157,19 @@ class Channel:
                 raise PayloadError(f"stage '{stage}': payload holds an integer of more than 64 bits") from error
             raise
 
+    def has_room(self, payload: dict[str, Any], wake: Callable[[], None]) -> bool:
+        """Whether its tensors can go by device memory now, or waiting would not help; else `wake` is called, once, when
+        it is worth to ask again."""
+        if self.closed or self._blocks is None or self._blocks.room(wire.tensors(payload)):
+            return True
+        self._waiting_for_room[wake] = None
+        return False
+
+    def _wake_all(self) -> None:
+        waiting, self._waiting_for_room = self._waiting_for_room, {}
+        for wake in waiting:
+            wake()
+
     def _take(self, size: int, stage: str) -> tuple[int, Any, int | None]:
         """A segment, for which free ones of other sizes are given up where it needs their memory."""
         try:
@@ -192,6 +206,7 @@ class Channel:
         if self._blocks is not None:
             self._blocks.close()
         self._opened.close()
+        self._wake_all()
         self._on_close(self, reason)
 
     def flush(self) -> None:
@@ -343,11 +358,13 @@ class Channel:
     def _take_blocks_back(self, message: BlockAnswer | BlocksRead) -> None:
         if self._blocks is None:
             self.close("an answer about device memory where there is none")
-        elif isinstance(message, BlockAnswer):
-            self._blocks.answered(message.block, message.refusal)
         else:
-            for block in message.blocks:
-                self._blocks.give_back(block)
+            if isinstance(message, BlockAnswer):
+                self._blocks.answered(message.block, message.refusal)
+            else:
+                for block in message.blocks:
+                    self._blocks.give_back(block)
+            self._wake_all()
 
     def _unpack_value(self, code: int, data: memoryview) -> Any:
         return wire.unpack(code, data, self._load, self._read_block)

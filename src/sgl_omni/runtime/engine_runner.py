@@ -229,7 +229,7 @@ class EngineRunner(Runner):
         for index, item in enumerate(items):
             if isinstance(item, EngineOutput):
                 self._close_request(request, item)
-            elif request.can_emit():
+            elif request.can_emit(item):
                 if not self._emit_now(request, item):
                     return
             else:
@@ -244,7 +244,7 @@ class EngineRunner(Runner):
             if isinstance(item, EngineOutput):
                 self._close_request(request, item)
                 return
-            await request.wait_to_emit()
+            await request.wait_to_emit(item)
             if not self._emit_now(request, item):
                 return
         self._forget(request.id, cancel=False)

@@ -8,7 +8,7 @@ bytes of more than 64 KiB.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -92,6 +92,18 @@ def _pack(value: Any, stage: str, path: Any, store: Store, fill: Fill | None = N
         f"stage '{stage}': payload key '{path}' holds a {kind.__module__}.{kind.__qualname__}, which cannot leave its "
         "process; use None, bool, int, float, str, bytes, a numpy array, a torch tensor, or a list or dict of these"
     )
+
+
+def tensors(payload: Any) -> Iterator[torch.Tensor]:
+    """Those in a payload, however deep."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if isinstance(payload, torch.Tensor):
+        yield payload
+    elif isinstance(payload, dict | list | tuple):
+        for value in payload.values() if isinstance(payload, dict) else payload:
+            yield from tensors(value)
 
 
 def _joined(path: str, key: Any) -> Any:

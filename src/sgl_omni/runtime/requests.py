@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from sgl_omni.errors import RequestAborted
@@ -23,6 +24,7 @@ class Host(Protocol):
     """What a request needs of the process that holds it (the worker)."""
 
     def stream_targets(self, request: StageRequest) -> list[str]: ...
+    def has_room(self, request: StageRequest, chunk: Payload, wake: Callable[[], None]) -> bool: ...
     def send_chunk(self, request: StageRequest, target: str, chunk: Payload) -> None: ...
     def send_ack(self, request: StageRequest, source: str, count: int) -> None: ...
     def open_streams(self, request: StageRequest) -> set[str]: ...
@@ -38,9 +40,9 @@ class StageRequest:
     __slots__ = (
         "_consumed",
         "_host",
+        "_room",
         "_targets",
         "_unacknowledged",
-        "_waiter",
         "aborted",
         "channels",
         "ended_streams",
@@ -60,7 +62,7 @@ class StageRequest:
         self._targets: list[str] | None = None
         self._unacknowledged: dict[str, int] = {}
         self._consumed: dict[str, int] = {}
-        self._waiter: asyncio.Future[None] | None = None
+        self._room = asyncio.Event()
 
     @property
     def id(self) -> str:
@@ -73,20 +75,23 @@ class StageRequest:
 
     async def emit(self, chunk: Payload) -> None:
         """See `Request.emit`. Raises `RequestAborted` when the request was aborted while waiting."""
-        await self.wait_to_emit()
+        await self.wait_to_emit(chunk)
         self.emit_now(chunk)
 
-    async def wait_to_emit(self) -> None:
-        """Returns when every receiver has room for one more chunk."""
-        while not self.can_emit():
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+    async def wait_to_emit(self, chunk: Payload) -> None:
+        """Returns when every receiver has room for this chunk."""
+        while not self.can_emit(chunk):
+            self._room.clear()
+            await self._room.wait()
 
-    def can_emit(self) -> bool:
-        return self.aborted or all(count < STREAM_WINDOW for count in self._unacknowledged.values())
+    def can_emit(self, chunk: Payload) -> bool:
+        if self.aborted:
+            return True
+        near = all(count < STREAM_WINDOW for count in self._unacknowledged.values())
+        return near and self._host.has_room(self, chunk, self._room.set)
 
     def emit_now(self, chunk: Payload) -> None:
-        """Sends without looking at the window."""
+        """Sends without looking at what room there is."""
         if self.aborted:
             raise RequestAborted(f"request {self.id} was aborted", stage=self.stage)
         if self._targets is None:
@@ -98,7 +103,7 @@ class StageRequest:
     def acknowledged(self, target: str, count: int) -> None:
         """The receiver consumed `count` chunks."""
         self._unacknowledged[target] = self._unacknowledged.get(target, 0) - count
-        self._wake()
+        self._room.set()
 
     # Receiving a stream -------------------------------------------------------------------------------------------
 
@@ -137,8 +142,4 @@ class StageRequest:
         self.aborted = True
         self.inputs.clear()
         self.channels.clear()
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._room.set()

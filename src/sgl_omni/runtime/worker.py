@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -352,6 +353,19 @@ class Worker:
         if not stage.stream_to and not stage.terminal:
             raise PayloadError(f"stage '{stage.name}' streams a chunk but has no `stream_to` and is not terminal")
         return self._wiring.stream_targets(stage, request.header.cuts) + ([""] if stage.terminal else [])
+
+    def has_room(self, request: StageRequest, chunk: Payload, wake: Callable[[], None]) -> bool:
+        """Whether the chunk's tensors need not wait for device memory; a channel that is not there yet has none."""
+        stage = self._wiring.stages[request.stage]
+        for target in stage.stream_to if self._device is not None else ():
+            channel = self._peers.get(self._wiring.instance_of(target, request.header.binding))
+            if (
+                channel is not None
+                and self._by_device(stage.name, target, channel.name)
+                and not channel.has_room(chunk, wake)
+            ):
+                return False
+        return True
 
     def send_chunk(self, request: StageRequest, target: str, chunk: Payload) -> None:
         instance = self._wiring.instance_of(target, request.header.binding) if target else ""
