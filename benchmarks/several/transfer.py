@@ -16,6 +16,7 @@ KIB, MIB = 2**10, 2**20
 SIZES = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 WAYS: dict[str, tuple[tuple[int, int], Transport]] = {
     "device, same card": ((0, 0), "cuda_ipc"),
+    "device, same card, MPS": ((0, 0), "cuda_ipc"),
     "device, across cards": ((0, 1), "cuda_ipc"),
     "host, same card": ((0, 0), "shm"),
     "host, across cards": ((0, 1), "shm"),
@@ -25,7 +26,7 @@ POOL_BYTES = 2**30
 AT_ONCE = 8
 
 
-def plan_of(devices: tuple[int, int], transport: Transport, platform: PlatformName) -> Plan:
+def plan_of(devices: tuple[int, int], transport: Transport, platform: PlatformName, *, mps: bool = False) -> Plan:
     stages = (
         StagePlan(
             name="source",
@@ -53,11 +54,14 @@ def plan_of(devices: tuple[int, int], transport: Transport, platform: PlatformNa
         entry="source",
         stages=stages,
         processes=tuple(ProcessPlan(name=name, stages=(name,)) for name in order),
-        instances=tuple(InstancePlan(name=name, process=name, stages=(name,), device=at) for name, at in places),
+        instances=tuple(
+            InstancePlan(name=name, process=name, stages=(name,), device=at, mps=mps) for name, at in places
+        ),
         edges=(
             EdgePlan(source="source", target="sink", kind="payload", transport=transport),
             EdgePlan(source="source", target="sink", kind="stream", transport=transport),
         ),
+        mps={devices[0]: order} if mps else {},
         spawn_waves=(order,),
         shutdown_order=(order,),
     )
@@ -129,7 +133,7 @@ async def measure_way(attempts: Attempts, way: str, sizes: tuple[int, ...], seco
     platform: PlatformName = "cuda" if attempts.on_gpu else "cpu"
     found: dict[str, Any] = {}
     begun = time.perf_counter()
-    async with Pipeline(plan_of(devices, transport, platform)) as pipeline:
+    async with Pipeline(plan_of(devices, transport, platform, mps=attempts.on_gpu and "MPS" in way)) as pipeline:
         found["seconds_to_ready"] = time.perf_counter() - begun
         found["routes"] = pipeline.health()["routes"]
         transfer = Transfer(pipeline, seconds)

@@ -44,6 +44,14 @@ async def test_tensors_arrive_whole_under_load_and_memory_stays_in_its_bounds(st
     assert await gauge(pipeline, "check", "device_bytes") == 0
 
 
+async def test_every_payload_keeps_to_the_device_the_first_ones_too(start: Start) -> None:
+    pipeline = await start(device_plan(limit=8 * MIB))
+    handles = [pipeline.submit({"count": COUNT + i, "first": i}) for i in range(24)]
+    results = await asyncio.gather(*(handle.result() for handle in handles))
+    assert all(r["check"]["equal"] for r in results)
+    assert await gauge(pipeline, "make", "device_sent_total") == 24
+
+
 async def test_streams_wait_for_blocks_and_keep_to_the_device(start: Start) -> None:
     """Two at a time, with room for eight chunks in all and many more in a window."""
     pipeline = await start(device_plan(limit=16 * MIB, stream=True))
@@ -116,8 +124,8 @@ async def test_the_way_to_another_device_is_tried_at_the_start_and_shown(start: 
     for i in range(4):
         assert (await pipeline.submit({"count": COUNT, "first": i}).result())["check"]["equal"]
         await settled(pipeline)
-    assert await gauge(pipeline, "make", "device_sent_total") == 3, "the first one asked for a block"
-    assert await gauge(pipeline, "make", "device_sent_bytes_total") == 3 * 4 * COUNT
+    assert await gauge(pipeline, "make", "device_sent_total") == 4
+    assert await gauge(pipeline, "make", "device_sent_bytes_total") == 4 * 4 * COUNT
 
 
 async def test_only_the_way_that_was_refused_leads_through_the_host(start: Start) -> None:
@@ -133,5 +141,5 @@ async def test_only_the_way_that_was_refused_leads_through_the_host(start: Start
     for i in range(8):
         assert (await pipeline.submit({"count": COUNT, "first": i}).result())["check"]["equal"]
         await settled(pipeline)
-    assert await gauge(pipeline, "make", "device_sent_total") == 3, "of four to the near replica"
+    assert await gauge(pipeline, "make", "device_sent_total") == 4, "those to the near replica"
     assert await gauge(pipeline, "check@r1", "requests") == 0

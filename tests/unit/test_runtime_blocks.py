@@ -128,6 +128,22 @@ async def test_who_can_wait_is_told_when_a_block_is_there(pair: Pair) -> None:
     assert woken[-1] == 2 and pair.left.has_room(chunk, woken.clear)
 
 
+async def test_tensors_for_which_there_is_no_room_together_wait_for_what_there_is(pair: Pair) -> None:
+    """Blocks for two of the five; no block is given up for another of the same payload."""
+    payload = {"t": [ramp(600_000) + i for i in range(3)], "u": [ramp(100_000), ramp(100_001)]}
+    for _ in range(20):
+        if pair.left.has_room(payload, lambda: None):
+            break
+        await settle()
+    held = pair.left.device_bytes
+    assert pair.left.has_room(payload, lambda: None) and held == LIMIT == pair.left.device_bytes
+    back = await pair.pass_on(payload)
+    assert all(torch.equal(back["t"][i], ramp(600_000) + i) for i in range(3))
+    assert torch.equal(back["u"][1], ramp(100_001))
+    await settle()
+    assert pair.left.device_bytes == LIMIT and pair.left.blocks_out == 0
+
+
 async def test_nobody_waits_for_what_will_not_come(pair: Pair) -> None:
     called: list[int] = []
     await pair.pass_on({"t": ramp(100_000)})

@@ -1,17 +1,16 @@
 """Device tensors in one direction of one channel: pooled blocks of device memory that a sender fills.
 
 A block is offered once, with its descriptor, and used when the receiver has said that it can open it; until then, and
-where it cannot, tensors take the way through host memory. Who can wait (a stream) asks `room` first, and so keeps to
-the device. A filled block is the receiver's until it says `BlocksRead`,
-which is as soon as it has made a copy of its own; an abort changes nothing of that, and with the end of either process
-the other frees what it holds.
+where it cannot, tensors take the way through host memory. Who can wait asks `room` first, and so keeps to the device.
+A filled block is the receiver's until it says `BlocksRead`, which is as soon as it has made a copy of its own; an abort
+changes nothing of that, and with the end of either process the other frees what it holds.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
 from sgl_omni.gpu.device_memory import Block, DeviceMemory, DeviceMemoryError
@@ -114,30 +113,31 @@ class BlockPool:
         """
         if self._stopped:
             return True
-        free = sorted(self._free, key=lambda n: self._blocks[n].size)
-        found = True
+        ours: set[int] = set()
+        missing: list[int] = []
         try:
             memory = self._device.memory()
             sizes = [t.nbytes for t in tensors if t.nbytes > INLINE_LIMIT and memory.holds(t)]
-            for size in sorted(sizes):
-                fitting = next((number for number in free if self._blocks[number].size >= size), None)
-                if fitting is None:
-                    found = False
-                    self._grow(memory, size)
+            for size in sorted(sizes, reverse=True):
+                fitting = [number for number in self._free - ours if self._blocks[number].size >= size]
+                if fitting:
+                    ours.add(min(fitting, key=lambda n: self._blocks[n].size))
                 else:
-                    free.remove(fitting)
+                    missing.append(size)
+            for size in missing:
+                self._grow(memory, size, ours)
         except DeviceMemoryError as error:
             self._stop(str(error))
-        return found or self._stopped or not (self._offered or self.leased)
+        return not missing or self._stopped or not (self._offered or self.leased)
 
-    def _grow(self, memory: DeviceMemory, size: int) -> None:
-        """Offers one more block, after giving up free ones that are too small for it where there is no room."""
+    def _grow(self, memory: DeviceMemory, size: int, kept: Collection[int] = ()) -> None:
+        """Offers one more block, after giving up free ones other than `kept` where there is no room."""
         if any(self._blocks[number].size >= size for number in self._offered):
             return
         wanted = memory.rounded(max(SMALLEST_BLOCK, 1 << (size - 1).bit_length()))
         if wanted > self._device.allowance.limit:
             return
-        for number in sorted(self._free, key=lambda n: self._blocks[n].size):
+        for number in sorted(self._free.difference(kept), key=lambda n: self._blocks[n].size):
             if self._device.allowance.taken + wanted <= self._device.allowance.limit:
                 break
             self._drop(number)

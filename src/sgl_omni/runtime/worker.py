@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import gc
 import logging
 import os
@@ -15,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -355,17 +356,10 @@ class Worker:
         return self._wiring.stream_targets(stage, request.header.cuts) + ([""] if stage.terminal else [])
 
     def has_room(self, request: StageRequest, chunk: Payload, wake: Callable[[], None]) -> bool:
-        """Whether the chunk's tensors need not wait for device memory; a channel that is not there yet has none."""
+        """Whether the chunk's tensors need not wait for device memory."""
         stage = self._wiring.stages[request.stage]
-        for target in stage.stream_to if self._device is not None else ():
-            channel = self._peers.get(self._wiring.instance_of(target, request.header.binding))
-            if (
-                channel is not None
-                and self._by_device(stage.name, target, channel.name)
-                and not channel.has_room(chunk, wake)
-            ):
-                return False
-        return True
+        targets = self._wiring.stream_targets(stage, request.header.cuts)
+        return self._has_room(request.header, stage.name, targets, chunk, wake)
 
     def send_chunk(self, request: StageRequest, target: str, chunk: Payload) -> None:
         instance = self._wiring.instance_of(target, request.header.binding) if target else ""
@@ -393,16 +387,31 @@ class Worker:
         if request.aborted:
             self.discard(request)
             return
-        stage = self._wiring.stages[request.stage]
         try:
-            header = self._routed(stage, request, payload)
+            header = self._routed(self._wiring.stages[request.stage], request, payload)
+        except Exception as error:  # noqa: BLE001 - the author's route_fn
+            self.fail(request, error)
+            return
+        self._hand_on(request, header, payload)
+
+    def _hand_on(self, request: StageRequest, header: Header, payload: Payload) -> None:
+        """Ends the request here, now or when there is room for the payload's tensors."""
+        if request.aborted:
+            self.discard(request)
+            return
+        stage = self._wiring.stages[request.stage]
+        targets = self._wiring.targets(stage, header.cuts)
+        again = functools.partial(self._hand_on, request, header, payload)
+        if not self._has_room(header, stage.name, targets, payload, again):
+            return
+        try:
             for target in self._wiring.stream_targets(stage, header.cuts):
                 self._send_end(header, stage.name, target)
-            for target in self._wiring.targets(stage, header.cuts):
+            for target in targets:
                 self._send_payload(header, stage.name, target, payload)
             if stage.terminal:
                 self._control.send_payload(Result(header, stage.name, payload), stage.name)
-        except Exception as error:  # noqa: BLE001 - a payload that cannot travel, or the author's route_fn
+        except Exception as error:  # noqa: BLE001 - a payload that cannot travel, or a receiver that is gone
             self.fail(request, error)
             return
         self.discard(request)
@@ -453,6 +462,21 @@ class Worker:
             self._take_end(header, source, target)
         else:
             self._channel(instance).send(StreamEnd(header, source, target))
+
+    def _has_room(
+        self, header: Header, source: str, targets: Iterable[str], payload: Payload, wake: Callable[[], None]
+    ) -> bool:
+        for target in targets if self._device is not None else ():
+            instance = self._wiring.instance_of(target, header.binding)
+            if instance == self._instance.name or not self._by_device(source, target, instance):
+                continue
+            try:
+                channel = self._channel(instance)
+            except ConnectionError:
+                return True  # to fail where it is sent
+            if not channel.has_room(payload, wake):
+                return False
+        return True
 
     def _by_device(self, source: str, target: str, instance: str) -> bool:
         return (source, target) in self._wiring.by_device and instance not in self._by_host
