@@ -66,8 +66,9 @@ async def measure(options: argparse.Namespace) -> list[Attempt]:
     for section in options.sections.split(","):
         if section == "transfer":
             sizes = transfer.SIZES[:3] if small else transfer.SIZES
+            ways = tuple(options.ways.split(";"))
             await transfer.measure(
-                attempts, seconds=options.seconds or (0.1 if small else 1.0), sizes=sizes, rounds=rounds
+                attempts, seconds=options.seconds or (0.1 if small else 1.0), sizes=sizes, rounds=rounds, ways=ways
             )
         elif section == "replicas":
             await replicas.measure(
@@ -75,6 +76,7 @@ async def measure(options: argparse.Namespace) -> list[Attempt]:
                 seconds=options.seconds or (4.0 if small else 12.0),
                 concurrency=4 if small else options.concurrency,
                 layers=options.layers,
+                layouts=tuple(options.layouts.split(";")),
                 mps=("off",) if small else tuple(options.mps.split(",")),
                 rounds=rounds,
             )
@@ -135,6 +137,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="of each load; by default 1 (transfer) or 12")
     parser.add_argument("--rounds", type=int, default=1, help="of transfer, replicas and both")
     parser.add_argument("--layers", type=int, default=8, help="of thinker and talker in place of 48 and 20; 0 for all")
+    parser.add_argument("--ways", default=";".join(transfer.WAYS), help="of transfer, separated by semicolons")
+    parser.add_argument("--layouts", default=";".join(replicas.LAYOUTS), help="of replicas, separated by semicolons")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of the ranks")
     parser.add_argument("--concurrency", type=int, default=32, help="callers of replicas")
     parser.add_argument("--mps", default="auto", help="of replicas; several, separated by commas, one after another")
@@ -143,6 +147,9 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.sections.split(",")) - set(SECTIONS):
         parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    for given, known in ((options.ways, transfer.WAYS), (options.layouts, replicas.LAYOUTS)):
+        if unknown := set(given.split(";")) - set(known):
+            parser.error(f"unknown: {'; '.join(sorted(unknown))}; there are {'; '.join(known)}")
     os.environ |= {key: os.environ.get(key, value) for key, value in NO_MULTICAST.items()}
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

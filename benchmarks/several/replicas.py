@@ -83,7 +83,14 @@ def serve(found: list[str], *, concurrency: int, seconds: float, tiny: bool) -> 
 
 
 async def measure(
-    attempts: Attempts, *, seconds: float, concurrency: int, layers: int, mps: tuple[str, ...], rounds: int
+    attempts: Attempts,
+    *,
+    seconds: float,
+    concurrency: int,
+    layers: int,
+    layouts: tuple[str, ...],
+    mps: tuple[str, ...],
+    rounds: int,
 ) -> None:
     tiny = not attempts.on_gpu
     folder = Path(tempfile.mkdtemp(prefix="omni-model-"))
@@ -97,10 +104,10 @@ async def measure(
         if "error" in made:
             return
         for number in range(rounds):
-            for layout, devices in LAYOUTS.items():
+            for layout in layouts:
                 for mode in mps:
                     what = {"layout": layout, "mps": mode, "round": number, "concurrency": concurrency}
-                    command = arguments(folder, devices, attempts.device, mode)
+                    command = arguments(folder, LAYOUTS[layout], attempts.device, mode)
                     await attempts.run(
                         "replicas",
                         what,

@@ -141,9 +141,16 @@ async def measure_way(attempts: Attempts, way: str, sizes: tuple[int, ...], seco
     return found
 
 
-async def measure(attempts: Attempts, *, seconds: float, sizes: tuple[int, ...] = SIZES, rounds: int = 1) -> None:
+async def measure(
+    attempts: Attempts,
+    *,
+    seconds: float,
+    sizes: tuple[int, ...] = SIZES,
+    rounds: int = 1,
+    ways: tuple[str, ...] = tuple(WAYS),
+) -> None:
     for number in range(rounds):
-        for way in WAYS:
+        for way in ways:
             what = {"way": way, "round": number}
             await attempts.run("transfer", what, lambda w=way: measure_way(attempts, w, sizes, seconds), 180)  # type: ignore[misc]
 

@@ -23,7 +23,7 @@ from sgl_omni.engine.row_state import RowState
 from sgl_omni.engine.task import InputSpec, TokenTask
 from sgl_omni.errors import InvalidRequest
 from sgl_omni.models.qwen3_omni.talker import TalkerModel
-from sgl_omni.models.qwen3_omni.talker_feed import TalkerFeed
+from sgl_omni.models.qwen3_omni.talker_feed import Feeds, TalkerFeed
 from sgl_omni.models.qwen3_omni.talker_task import TalkerTask
 from sgl_omni.models.qwen3_omni.thinker import load_thinker
 
@@ -57,7 +57,7 @@ def thinker_engine(omni: Omni, device_rows: bool = False, **settings: Any) -> Au
 
 
 def talker_engine(omni: Omni, device_rows: bool = False, **settings: Any) -> AutoregressiveEngine:
-    task = TalkerTask(omni.talker.spec, omni.talker.marks()[2])
+    task = TalkerTask(omni.talker.spec, omni.talker.marks()[2].cpu())
     options = EngineSettings(**{"max_total_tokens": 1024, "page_size": 1, **settings})
     return AutoregressiveEngine.build(omni.talker, task, options, device_rows=device_rows)
 
@@ -337,7 +337,7 @@ def test_thinker_and_talker_together_say_what_the_whole_model_says(
         prompt = {"prompt_embeddings": whole}
 
     thinker, talker = thinker_engine(omni, device_rows), talker_engine(omni, device_rows)
-    feed = TalkerFeed(omni.talker, ids, "chelsie")
+    feed, feeds = TalkerFeed(omni.talker.spec, ids, "chelsie"), Feeds(omni.talker)
     layers = [0, omni.talker.spec.accept_layer]
     thinker.add("a", {**prompt, "max_new_tokens": 9, "hidden_states": layers})
     tokens, codes, opened = [], [], False
@@ -345,16 +345,17 @@ def test_thinker_and_talker_together_say_what_the_whole_model_says(
         for output in thinker.step() if thinker.has_work else []:
             for part in output.chunks:
                 tokens += part["token_ids"]
-                piece = feed.take(part["hidden_states"])
-                if piece is not None and not opened:
+                feed.take(part["hidden_states"])
+                if feed.is_due and not opened:
+                    [piece] = feeds.pieces([feed])
                     talker.add("a", {**piece, "max_frames": FRAMES, "repetition_penalty": 1.05})
                     opened = True
-                elif piece is not None:
-                    talker.extend("a", piece)
+                elif feed.is_due:
+                    talker.extend("a", feeds.pieces([feed])[0])
             if output.result is not None:
-                last = feed.end()
-                assert last is not None
-                talker.extend("a", last)
+                feed.end()
+                assert feed.is_due
+                talker.extend("a", feeds.pieces([feed])[0])
                 talker.finish_input("a")
         for output in talker.step() if talker.has_work else []:
             codes += [row for part in output.chunks for row in part["codes"].tolist()]
@@ -365,6 +366,6 @@ def test_thinker_and_talker_together_say_what_the_whole_model_says(
 
 def test_a_voice_and_a_prompt_that_the_talker_does_not_know_are_refused(omni: Omni) -> None:
     with pytest.raises(InvalidRequest, match="voice 'nobody' is not one of chelsie, ethan"):
-        TalkerFeed(omni.talker, CONVERSATIONS["text"], "nobody")
+        TalkerFeed(omni.talker.spec, CONVERSATIONS["text"], "nobody")
     with pytest.raises(InvalidRequest, match="header of the assistant"):
-        TalkerFeed(omni.talker, CONVERSATIONS["text"][:-1], "ethan")
+        TalkerFeed(omni.talker.spec, CONVERSATIONS["text"][:-1], "ethan")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -23,7 +24,7 @@ from PIL import Image
 from qwen3_omni_reference import Asked, Reference, picture, tone, user
 
 from sgl_omni.engine.engine import AutoregressiveEngine, EngineSettings
-from sgl_omni.errors import InvalidRequest, OmniError, StartupError
+from sgl_omni.errors import InvalidRequest, NotFinite, OmniError, StartupError
 from sgl_omni.models.qwen3_omni import stages
 from sgl_omni.models.qwen3_omni.code2wav import Code2Wav, Cuts, Vocoder
 from sgl_omni.models.qwen3_omni.patches import fitting_size, image_patches
@@ -487,6 +488,58 @@ def test_an_answer_without_a_word_is_silence(omni: Omni, preprocess: Any) -> Non
     assert output.result == {"finish_reason": "stop", "input_tokens": 0, "output_tokens": 0}
     assert not talker.has_work
     assert talker.stats()["queued"] == 0
+
+
+def test_what_came_of_all_requests_is_brought_in_together(
+    omni: Omni, preprocess: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, talker = engines(omni, False)
+    sizes: list[int] = []
+    forward = type(talker._model.text_projection).forward
+
+    def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return forward(self, x)
+
+    speech = preprocess(user("hello").payload(modalities=["text", "audio"]), None)["speech"]
+    rows = torch.randn(len(speech["prompt_ids"]) + 1, 2, tiny.THINKER_WIDTH)
+    for name in "abc":
+        talker.add(name, {"hidden_states": rows, "speech": speech, "input_open": True})
+    talker.step()
+    monkeypatch.setattr(type(talker._model.text_projection), "forward", counted)
+    for _ in range(4):
+        for name in "abc":
+            talker.extend(name, {"hidden_states": rows[:2]})
+    talker.finish_input("c")
+    assert sizes == []
+    talker.step()
+    assert sizes == [24, 0], "texts of three requests at once, and no picture"
+    inputs = {request.id: request.inputs for request in talker._engine.running}
+    assert [(inputs[name].count, inputs[name].ended) for name in "abc"] == [(8, False), (8, False), (9, True)]
+
+
+def test_a_request_whose_words_are_no_numbers_fails_alone(omni: Omni, preprocess: Any) -> None:
+    _, talker = engines(omni, False)
+    speech = preprocess(user("hello").payload(modalities=["text", "audio"]), None)["speech"]
+    rows = torch.zeros(len(speech["prompt_ids"]) + 1, 2, tiny.THINKER_WIDTH)
+    for name in "abc":
+        broken = torch.full_like(rows, math.nan) if name == "b" else rows
+        talker.add(name, {"hidden_states": broken, "speech": speech, "input_open": True})
+    errors = {output.request_id: output.error for output in talker.step() if output.error is not None}
+    assert [*errors] == ["b"] and isinstance(errors["b"], NotFinite)
+    talker.extend("c", {"hidden_states": torch.full_like(rows[:1], math.inf)})
+    talker.extend("b", {"hidden_states": rows[:1]})  # it is gone, and the thinker does not know yet
+    errors = {output.request_id: output.error for output in talker.step() if output.error is not None}
+    assert [*errors] == ["c"]
+    with pytest.raises(
+        InvalidRequest, match=r"hidden_states must be floats \[n, 2, \d+\], not torch.float32 \[3, 1, 5\]"
+    ):
+        talker.extend("a", {"hidden_states": torch.zeros(3, 1, 5)})
+    talker.finish_input("a")
+    ended = []
+    while talker.has_work:
+        ended += [output.request_id for output in talker.step() if output.result is not None]
+    assert ended == ["a"] and talker.stats()["kv_used_tokens"] == talker.stats()["queued"] == 0
 
 
 def test_the_talker_forgets_what_was_aborted_and_is_silent_for_who_did_not_ask(omni: Omni, preprocess: Any) -> None:

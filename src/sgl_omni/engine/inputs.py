@@ -27,7 +27,10 @@ class ArrivingInput:
     """
 
     def __init__(self, fallback: Tensor, *, prompt_open: bool = False) -> None:
-        """``fallback`` [hidden], on the device and of the kind that the rows shall be."""
+        """``fallback`` [hidden], on the device and of the kind that the rows shall be.
+
+        The host's is best for rows that come one at a time: the engine sends those of all requests together.
+        """
         self.rows = fallback[None].clone()
         self.count = 0
         self.ended = False
@@ -108,9 +111,9 @@ def add_arrived(x: Tensor, chunks: Sequence[Chunk]) -> Tensor:
         request = chunk.request
         first = max(chunk.start, request.prompt_length)
         if request.inputs is not None and first < chunk.stop:
-            steps = torch.arange(first, chunk.stop, device=x.device) - request.prompt_length
+            steps = torch.arange(first, chunk.stop, device=request.inputs.rows.device) - request.prompt_length
             place = row + first - chunk.start
-            x[place : row + chunk.length] += added_rows(request.inputs.rows, request.inputs.count, steps)
+            x[place : row + chunk.length] += added_rows(request.inputs.rows, request.inputs.count, steps).to(x)
         row += chunk.length
     return x
 

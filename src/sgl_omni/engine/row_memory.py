@@ -92,12 +92,22 @@ class AddedRows:
         self._sent = [0] * rows
         self._holds = [False] * rows
         self._counts: dict[int, int] = {}
+        self._fallbacks: dict[int, Tensor] = {}
+        self._cleared: set[int] = set()
+        self._arrived: dict[int, list[tuple[range, Tensor]]] = {}
 
     def follow(self, request: Request, began: bool) -> None:
         """Fills the ring up for an output that is to be launched, and those after it."""
         row, inputs = request.row, request.inputs
+        if began:
+            self._arrived.pop(row, None)
         if began and (inputs is not None or self._holds[row]):
-            self._fallback[row] = 0 if inputs is None else self._kind(inputs.rows[inputs.count])
+            self._fallbacks.pop(row, None)
+            self._cleared.discard(row)
+            if inputs is None:
+                self._cleared.add(row)
+            else:
+                self._fallbacks[row] = inputs.rows[inputs.count : inputs.count + 1]
             self._counts[row] = 0
             self._sent[row] = 0
             self._holds[row] = inputs is not None
@@ -110,16 +120,29 @@ class AddedRows:
         while start < stop:
             at = start % places
             part = min(stop - start, places - at)
-            self._ring[row, at : at + part] = self._kind(inputs.rows[start : start + part])
+            base = row * places + at
+            self._arrived.setdefault(row, []).append((range(base, base + part), inputs.rows[start : start + part]))
             start += part
         self._sent[row] = max(start, self._sent[row])
 
     def flush(self) -> None:
+        device = self._count.device
         if self._counts:
             rows, counts = np.asarray(list(self._counts)), np.asarray(list(self._counts.values()))
-            device = self._count.device
             self._count.index_copy_(0, to_device(rows, device), to_device(counts, device))
             self._counts.clear()
+        if self._cleared:
+            self._fallback.index_fill_(0, to_device(np.asarray(list(self._cleared)), device), 0)
+            self._cleared.clear()
+        if self._fallbacks:
+            rows = to_device(np.asarray(list(self._fallbacks)), device)
+            self._fallback.index_copy_(0, rows, self._together(list(self._fallbacks.values())))
+            self._fallbacks.clear()
+        if self._arrived:
+            parts = [part for queued in self._arrived.values() for part in queued]
+            places = to_device(np.concatenate([np.asarray(places) for places, _ in parts]), device)
+            self._ring.view(-1, self._ring.shape[2]).index_copy_(0, places, self._together([rows for _, rows in parts]))
+            self._arrived.clear()
 
     def add(self, x: Tensor, rows: Tensor, given: Tensor, fields: Tensor, step: int) -> Tensor:
         """Part of a step: adds what has arrived to the inputs x [n, hidden] of outputs, those that are not ``given``.
@@ -140,5 +163,9 @@ class AddedRows:
         arrived = self._ring[rows, outputs % self._ring.shape[1]]
         return torch.where((outputs < self._count[rows])[:, None], arrived, self._fallback[rows])
 
-    def _kind(self, rows: Tensor) -> Tensor:
-        return send(rows.to(self._ring.dtype), self._ring.device)
+    def _together(self, parts: Sequence[Tensor]) -> Tensor:
+        """[n, hidden], of the ring's kind and there: those that lie with the host as one copy."""
+        like = self._ring
+        if len({part.device for part in parts}) > 1:
+            parts = [send(part, like.device) for part in parts]
+        return send(torch.cat([part.to(like.dtype) for part in parts]), like.device)

@@ -145,7 +145,7 @@ def create_talker(
     check_checkpoint(folder)
     dtype = dtype_of((engine or {}).get("dtype"), device)
     model = TalkerModel.load(folder, device, dtype, weights=weights, policy=SharePolicy(ARCHITECTURE))
-    task = TalkerTask(model.spec, model.marks()[2])
+    task = TalkerTask(model.spec, model.marks()[2].cpu())
     settings = engine_settings(engine, device, budget_bytes)
     return EngineStage(TalkerEngine(AutoregressiveEngine.build(model, task, settings), model))
 

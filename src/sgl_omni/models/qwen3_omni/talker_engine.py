@@ -1,9 +1,8 @@
-"""The talker's stage: what the thinker streams goes through a ``TalkerFeed`` into an engine of its own."""
+"""The talker's stage: what the thinker streams goes through ``TalkerFeed``s into an engine of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from sgl_omni.engine.engine import AutoregressiveEngine
 from sgl_omni.engine.interface import EngineOutput, Payload
 from sgl_omni.models.qwen3_omni.talker import TalkerModel
-from sgl_omni.models.qwen3_omni.talker_feed import TalkerFeed
+from sgl_omni.models.qwen3_omni.talker_feed import Feeds, TalkerFeed
 
 _SILENCE: Payload = {"finish_reason": "stop", "input_tokens": 0, "output_tokens": 0}
 
@@ -20,28 +19,28 @@ _SILENCE: Payload = {"finish_reason": "stop", "input_tokens": 0, "output_tokens"
 class _Speech:
     feed: TalkerFeed
     options: Payload
-    begun: bool = False
 
 
 class TalkerEngine:
     """Implements ``FedEngine``: takes the thinker's chunks and result, yields the talker's ``codes``.
 
     A request enters the engine within with the answer's first token. It makes no frame of an answer without any, nor
-    for a request that did not ask for speech.
+    for a request that did not ask for speech. What has come of all requests is brought in together, before a step: a
+    word at a time, each with launches of its own, took this thread longer than the steps.
     """
 
     def __init__(self, engine: AutoregressiveEngine, model: TalkerModel) -> None:
         self._engine = engine
         self._model = model
+        self._feeds = Feeds(model)
         self._speeches: dict[str, _Speech] = {}
+        self._due: dict[str, _Speech] = {}
         self._unspoken: set[str] = set()
         self._silent: list[str] = []
-        # Projections on the engine's own stream would wait for the step that is under way there.
-        self._beside = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
 
     @property
     def has_work(self) -> bool:
-        return bool(self._silent) or self._engine.has_work
+        return bool(self._due) or bool(self._silent) or self._engine.has_work
 
     def add(self, request_id: str, payload: Payload) -> None:
         """Raises ``InvalidRequest`` for a voice that is not there."""
@@ -50,7 +49,7 @@ class TalkerEngine:
             self._unspoken.add(request_id)
             return
         prompt = [int(token) for token in speech["prompt_ids"]]
-        feed = TalkerFeed(self._model, prompt, speech["voice"], speech.get("positions"))
+        feed = TalkerFeed(self._model.spec, prompt, speech["voice"], speech.get("positions"))
         self._speeches[request_id] = _Speech(feed, speech["options"])
         self.extend(request_id, payload)
 
@@ -58,10 +57,8 @@ class TalkerEngine:
         speech, rows = self._speeches.get(request_id), payload.get("hidden_states")
         if speech is None or rows is None:  # it has ended, or this is the thinker's result
             return
-        with self._aside():
-            piece = speech.feed.take(torch.as_tensor(rows))
-            piece = None if piece is None else _on_host(piece)
-        self._hand_on(request_id, speech, piece)
+        speech.feed.take(torch.as_tensor(rows))
+        self._note(request_id, speech)
 
     def finish_input(self, request_id: str) -> None:
         if request_id in self._unspoken:
@@ -70,18 +67,15 @@ class TalkerEngine:
         speech = self._speeches.get(request_id)
         if speech is None:
             return
-        with self._aside():
-            piece = speech.feed.end()
-            piece = None if piece is None else _on_host(piece)
-        if piece is None:
+        speech.feed.end()
+        self._note(request_id, speech)
+        if request_id not in self._due:  # the thinker said nothing
             del self._speeches[request_id]
             self._silent.append(request_id)
-            return
-        self._hand_on(request_id, speech, piece)
-        self._engine.finish_input(request_id)
 
     def abort(self, request_id: str) -> None:
         self._speeches.pop(request_id, None)
+        self._due.pop(request_id, None)
         self._unspoken.discard(request_id)
         self._silent = [silent for silent in self._silent if silent != request_id]
         self._engine.abort(request_id)
@@ -89,31 +83,39 @@ class TalkerEngine:
     def step(self) -> Sequence[EngineOutput]:
         outputs = [EngineOutput(request_id, result=dict(_SILENCE)) for request_id in self._silent]
         self._silent = []
+        if self._due:
+            outputs += self._bring_in()
         if self._engine.has_work:
             outputs += self._engine.step()
         for output in outputs:
-            if output.result is not None:
+            if output.result is not None or output.error is not None:
                 self._speeches.pop(output.request_id, None)
         return outputs
 
     def stats(self) -> dict[str, float]:
         stats = self._engine.stats()
-        waiting = sum(not speech.begun for speech in self._speeches.values())
+        waiting = sum(not speech.feed.begun for speech in self._speeches.values())
         return {**stats, "queued": stats["queued"] + waiting + len(self._silent)}
 
-    def _hand_on(self, request_id: str, speech: _Speech, piece: Payload | None) -> None:
-        if piece is None:
-            return
-        if speech.begun:
-            self._engine.extend(request_id, piece)
-            return
-        self._engine.add(request_id, {**speech.options, **piece})
-        speech.begun = True
+    def _note(self, request_id: str, speech: _Speech) -> None:
+        if speech.feed.is_due:
+            self._due[request_id] = speech
 
-    def _aside(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
-
-
-def _on_host(piece: Payload) -> Payload:
-    """The same in host memory, which on a GPU waits for the projections alone."""
-    return {key: value.cpu() if torch.is_tensor(value) else value for key, value in piece.items()}
+    def _bring_in(self) -> list[EngineOutput]:
+        """Gives the engine within what is due; returns the ends of the requests whose input it refused."""
+        due, self._due = self._due, {}
+        refused = []
+        begun = [speech.feed.begun for speech in due.values()]
+        pieces = self._feeds.pieces([speech.feed for speech in due.values()])
+        for (request_id, speech), has_begun, piece in zip(due.items(), begun, pieces, strict=True):
+            try:
+                if has_begun:
+                    self._engine.extend(request_id, piece)
+                else:
+                    self._engine.add(request_id, {**speech.options, **piece})
+                if speech.feed.ended:
+                    self._engine.finish_input(request_id)
+            except Exception as error:  # noqa: BLE001 - as in the runner: what is refused fails alone
+                self.abort(request_id)
+                refused.append(EngineOutput(request_id, error=error))
+        return refused

@@ -22,7 +22,7 @@ class TalkerTask(Task):
     takes_inputs = True
 
     def __init__(self, spec: TalkerSpec, padding: Tensor, *, default_max_frames: int = 4096) -> None:
-        """``padding`` [hidden], on the engine's device."""
+        """``padding`` [hidden], of the inputs' kind; where it lies, what arrives lies too."""
         self._spec = spec
         self._padding = padding
         self._default_max_frames = default_max_frames
