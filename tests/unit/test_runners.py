@@ -109,3 +109,87 @@ async def test_work_that_fails_once_its_caller_has_gone_is_no_lost_exception(kin
     await asyncio.sleep(0)
     gc.collect()
     assert lost == []
+
+
+class Listening(Host):
+    """Keeps what is sent, and says that a stream is open until it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int] = []
+        self.acknowledged = 0
+        self.failure: Exception | None = None
+
+    def stream_targets(self, request: StageRequest) -> list[str]:
+        return ["next"]
+
+    def send_chunk(self, request: StageRequest, target: str, chunk: Payload) -> None:
+        self.sent.append(chunk["n"])
+
+    def send_ack(self, request: StageRequest, source: str, count: int) -> None:
+        assert source == "source"
+        self.acknowledged += count
+
+    def fail(self, request: StageRequest, error: Exception) -> None:
+        self.failure = error
+        super().fail(request, error)
+
+
+class Counting(StreamStage[list[int]]):
+    """Makes ``times`` chunks of each, as a list or one by one, and notes how often it changes its thread's work."""
+
+    def __init__(self, *, as_list: bool, times: int) -> None:
+        self._as_list, self._times = as_list, times
+        self.fail_at = -1
+
+    def open(self, request: Request) -> list[int]:
+        return []
+
+    def feed(self, state: list[int], chunk: Payload) -> Iterable[Payload]:
+        if chunk["n"] == self.fail_at:
+            raise ValueError("the work fails")
+        state.append(chunk["n"])
+        made = [{"n": chunk["n"]}] * self._times
+        return made if self._as_list else (each for each in made)
+
+    def flush(self, state: list[int]) -> Iterable[Payload]:
+        return [{"n": -1}] if self._as_list else iter([{"n": -1}])
+
+    def result(self, state: list[int], payload: Payload) -> Payload:
+        return {"fed": state}
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+@pytest.mark.parametrize("times", [0, 1])
+async def test_what_has_come_of_a_request_is_fed_in_order_with_few_changes_of_thread(
+    as_list: bool, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Listening()
+    runner = StreamRunner(Counting(as_list=as_list, times=times), "x")
+    assert runner._pool is not None
+    submit, calls = runner._pool.submit, []
+    monkeypatch.setattr(runner._pool, "submit", lambda *given: calls.append(1) or submit(*given))  # type: ignore[func-returns-value]
+    request = StageRequest(host, Header("r", {}, ()), "a")
+    for n in range(24):
+        runner.chunk(request, "source", {"n": n})
+    runner.submit(request, {})  # the streams have ended
+    await asyncio.wait_for(host.ended.wait(), 20)
+    runner.close()
+    assert host.sent == [n for n in range(24) for _ in range(times)] + [-1]
+    assert host.acknowledged == 24
+    # The state's beginning and end and the result, then what is fed and flushed: once for each list, and once more for
+    # what may go on.
+    most = {(True, 0): 1 + 1, (False, 0): 1 + 2, (True, 1): 24 + 1, (False, 1): 25 + 2}[as_list, times]
+    assert len(calls) == 3 + most
+
+
+async def test_a_chunk_that_fails_is_the_last_that_is_fed() -> None:
+    host, stage = Listening(), Counting(as_list=True, times=1)
+    stage.fail_at = 9
+    runner = StreamRunner(stage, "x")
+    request = StageRequest(host, Header("r", {}, ()), "a")
+    for n in range(24):
+        runner.chunk(request, "source", {"n": n})
+    await asyncio.wait_for(host.ended.wait(), 20)
+    runner.close()
+    assert host.sent == [*range(9)] and str(host.failure) == "the work fails"

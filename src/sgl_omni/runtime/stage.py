@@ -101,7 +101,9 @@ class StreamStage(ABC, Generic[State]):
 
     @abstractmethod
     def feed(self, state: State, chunk: Payload) -> Iterable[Payload]:
-        """Takes one chunk; yields chunks to stream on (each is sent as soon as it is yielded)."""
+        """Takes one chunk; yields chunks to stream on (each is sent as soon as it is yielded).
+
+        A list of them, of whatever length, spares a change of threads."""
 
     @abstractmethod
     def flush(self, state: State) -> Iterable[Payload]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -28,6 +29,77 @@ class _StreamWork:
         self.state: Any = None
         self.payload: Payload | None = None
         self.task: asyncio.Task[None] | None = None
+
+
+class _Made(ABC):
+    """What a stage makes, a part at a time: a thread's work, with as few changes of thread as it can be.
+
+    ``taken``: the sources of the chunks that were consumed and not acknowledged yet.
+    """
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+        self._source = ""
+        self._iterator: Iterator[Payload] | None = None
+
+    def advance(self) -> tuple[Sequence[Payload], bool]:
+        """The next chunks, and whether the last input may bring more. Runs until there is one, or no input is left.
+
+        What the stage gives as a list is all that it makes of its input; anything else may go on after each chunk.
+        """
+        while True:
+            if self._iterator is None:
+                made = self._next()
+                if made is None:
+                    return (), False
+                if isinstance(made, list | tuple):
+                    self._end()
+                    if made:
+                        return made, False
+                    continue
+                self._iterator = iter(made)
+            item = next(self._iterator, _END)
+            if item is not _END:
+                return (item,), True
+            self._iterator = None
+            self._end()
+
+    def _end(self) -> None:
+        if self._source:
+            self.taken.append(self._source)
+
+    @abstractmethod
+    def _next(self) -> Iterable[Payload] | None: ...
+
+
+class _Fed(_Made):
+    """Of the chunks that have come of a request, as long as there are any."""
+
+    def __init__(self, stage: StreamStage[Any], request: StageRequest, work: _StreamWork) -> None:
+        super().__init__()
+        self._stage = stage
+        self._request = request
+        self._work = work
+
+    def _next(self) -> Iterable[Payload] | None:
+        events = self._work.events
+        if self._request.aborted or not events or events[0][1] is None:
+            return None
+        self._source, chunk = events.popleft()
+        assert chunk is not None
+        return self._stage.feed(self._work.state, chunk)
+
+
+class _Flushed(_Made):
+    """Of the end of the streams."""
+
+    def __init__(self, stage: StreamStage[Any], state: Any) -> None:
+        super().__init__()
+        self._flush: Callable[[], Iterable[Payload]] | None = lambda: stage.flush(state)
+
+    def _next(self) -> Iterable[Payload] | None:
+        flush, self._flush = self._flush, None
+        return None if flush is None else flush()
 
 
 class StreamRunner(Runner):
@@ -79,15 +151,14 @@ class StreamRunner(Runner):
         failure: Exception | None = None
         try:
             while work.events and not request.aborted:
-                source, chunk = work.events.popleft()
                 if not work.opened:
                     work.state = await self._in_thread(self._stage.open, request)
                     work.opened = True
-                if chunk is not None:
-                    await self._emit_all(request, lambda c=chunk: self._stage.feed(work.state, c))  # type: ignore[misc]
-                    request.acknowledge(source)
+                if work.events[0][1] is not None:
+                    await self._emit_all(request, _Fed(self._stage, request, work))
                     continue
-                await self._emit_all(request, lambda: self._stage.flush(work.state))
+                work.events.popleft()
+                await self._emit_all(request, _Flushed(self._stage, work.state))
                 result = await self._in_thread(self._stage.result, work.state, work.payload or {})
                 if result is None:
                     raise TypeError("the stage's `result` returned None where a payload (dict) was expected")
@@ -111,18 +182,16 @@ class StreamRunner(Runner):
         else:
             request.discard()
 
-    async def _emit_all(self, request: StageRequest, produce: Callable[[], Iterable[Payload]]) -> None:
+    async def _emit_all(self, request: StageRequest, work: _Made) -> None:
         """Sends each chunk as soon as the stage yields it."""
-        iterator: Iterator[Payload] | None = None
-
-        def advance() -> Payload:
-            nonlocal iterator
-            if iterator is None:
-                iterator = iter(produce())
-            return next(iterator, _END)
-
-        while not request.aborted and (item := await self._in_thread(advance)) is not _END:
-            await request.emit(item)
+        more = True
+        while more and not request.aborted:
+            items, more = await self._in_thread(work.advance)
+            for source in work.taken:
+                request.acknowledge(source)
+            work.taken.clear()
+            for item in items:
+                await request.emit(item)
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call_author, call, *args)

@@ -63,11 +63,11 @@ class AsrText(StreamStage[Writing]):
             ids = self._after_header(window, window.header + ids, ended=ended)
         window.ids += ids
         piece = window.words.feed(ids) + (window.words.end() if ended else "")
-        if text := self._said(state, window, piece):
-            state.text += text
-            yield {"text": text}
+        text = self._said(state, window, piece)
+        state.text += text
         if ended:
             self._end_window(state, window, chunk["start"], chunk["end"])
+        return [{"text": text}] if text else []
 
     def _after_header(self, window: Window, ids: list[int], *, ended: bool) -> list[int]:
         """The tokens that are text for certain."""

@@ -42,12 +42,12 @@ class TextDecoder(StreamStage[Answer]):
     def feed(self, state: Answer, chunk: Payload) -> Iterable[Payload]:
         if "stop" in chunk:
             state.stops = StopFinder(chunk["stop"])
-        if text := state.take(chunk["token_ids"]):
-            yield {"text": text}
+        text = state.take(chunk["token_ids"])
+        return [{"text": text}] if text else []
 
     def flush(self, state: Answer) -> Iterable[Payload]:
-        if text := state.end():
-            yield {"text": text}
+        text = state.end()
+        return [{"text": text}] if text else []
 
     def result(self, state: Answer, payload: Payload) -> Payload:
         if "token_ids" in payload:

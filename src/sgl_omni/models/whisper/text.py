@@ -71,8 +71,8 @@ class WhisperText(StreamStage[Writing]):
         if chunk["ended"]:
             piece += state.detokenizer.end()
             self._end_window(state, chunk["start"], chunk["end"])
-        if shown := state.said.take(piece):
-            yield {"text": shown}
+        shown = state.said.take(piece)
+        return [{"text": shown}] if shown else []
 
     def _end_window(self, state: Writing, start: float, end: float) -> None:
         for segment in cut_at_timestamps(state.window, start, end, self._spec):
