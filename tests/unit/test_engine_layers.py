@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sgl_omni.engine import sampler
 from sgl_omni.engine.attention import QKV, AttentionSpan, TorchAttention
 from sgl_omni.engine.checkpoint import Checkpoint, CheckpointError, Slot
 from sgl_omni.engine.decoder import Decoder, materialise
@@ -393,6 +394,32 @@ def test_a_draw_depends_on_seed_and_output_index_alone() -> None:
     among = [drawn(logits.expand(4, -1), [others[0], others[1], option, others[2]], outputs=i)[2] for i in range(20)]
     assert among == alone
     assert len(set(alone)) > 8
+
+
+@pytest.mark.parametrize("kind", ["wide", "sharp", "equal", "few", "no numbers"])
+def test_of_a_large_vocabulary_the_same_is_drawn_without_sorting_all(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 2, 9000, generator=generator) * (8 if kind == "sharp" else 1)
+    if kind == "equal":
+        logits = (logits * 2).round() / 2
+    elif kind == "few":
+        logits[:, :, torch.randperm(9000, generator=generator)[:-20]] = -math.inf
+    elif kind == "no numbers":
+        logits[1:3] = math.nan
+    options = [(0, 1.0), (1, 0.9), (50, 1.0), (20, 0.8), (3000, 0.95), (0, 0.9)]
+    requests = [
+        Request(str(i), Prompt(torch.zeros(1, 1)), 9, Sampling(temperature=0.7 + i / 5, top_k=k, top_p=p, seed=i))
+        for i, (k, p) in enumerate(options)
+    ]
+    batch = SamplingBatch.of(requests)
+    found = sample(logits, batch, 3)
+    monkeypatch.setattr(sampler, "LARGE", 10**6)
+    sorted_whole = sample(logits, batch, 3)
+    numbers = [0, 3, 4, 5] if kind == "no numbers" else [*range(6)]
+    assert found[numbers].tolist() == sorted_whole[numbers].tolist()
+    assert bool(((found >= 0) & (found < 9000)).all())
 
 
 def test_ids_of_minus_infinity_are_never_drawn() -> None:

@@ -19,6 +19,11 @@ from sgl_omni.engine.request import Request
 
 _MASK = 0xFFFFFFFF
 
+LARGE = 4096
+"""Ids of a vocabulary from which on a CPU looks for the leading ones."""
+
+_FEW = 256
+
 Word = TypeVar("Word", int, Tensor)
 
 
@@ -109,17 +114,67 @@ def normal(keys: Tensor, count: int) -> Tensor:
 def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor, first_column: int) -> Tensor:
     """Gumbel noise on the logits that top-k and top-p leave; the largest wins."""
     scaled = logits / temperature.clamp(1e-5, 1e5)[:, None, None]
+    if logits.device.type == "cpu" and logits.shape[-1] > LARGE:
+        return _draw_one_by_one(scaled, top_k, top_p, keys, first_column)
     # Stable: of equal logits the lower id goes first, whatever else is in the batch.
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[-1], device=logits.device)
     kept = torch.where(top_k > 0, top_k, ordered.shape[-1])[:, None, None]
     ordered = ordered.masked_fill(rank >= kept, float("-inf"))
-    probabilities = ordered.softmax(-1)
+    return _draw_ordered(ordered, ids, ordered.softmax(-1), top_p, keys, first_column)
+
+
+def _draw_ordered(
+    ordered: Tensor, ids: Tensor, probabilities: Tensor, top_p: Tensor, keys: Tensor, first_column: int
+) -> Tensor:
+    """Of the largest logits [rows, columns, n], in order, their ids and probabilities: what is chosen."""
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
     before = probabilities.cumsum(-1) - probabilities
     # Rounding may make ``before`` of a far id reach 1.
     dropped = (before >= top_p[:, None, None]) & (top_p[:, None, None] < 1) & (rank > 0)
     chosen = (ordered + _gumbel(keys, ids, first_column)).masked_fill(dropped, float("-inf")).argmax(-1, keepdim=True)
     return ids.gather(-1, chosen)[..., 0]
+
+
+def _draw_one_by_one(scaled: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor, first_column: int) -> Tensor:
+    """The same for a large vocabulary on a CPU, where sorting all of it takes longer than many a model's step."""
+    ids = torch.empty(scaled.shape[:2], dtype=torch.int64)
+    for row, (k, p) in enumerate(zip(top_k.tolist(), top_p.tolist(), strict=True)):
+        for column in range(scaled.shape[1]):
+            ordered, places, probabilities = _leading(scaled[row, column], k, p)
+            ids[row, column] = _draw_ordered(
+                ordered[None, None],
+                places[None, None],
+                probabilities[None, None],
+                top_p[row : row + 1],
+                keys[row : row + 1],
+                first_column + column,
+            )
+    return ids
+
+
+def _leading(logits: Tensor, k: int, p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """All that top-k and top-p may leave of logits [vocabulary], its ids and its probabilities; in order if it must."""
+    size = len(logits)
+    k = k or size
+    if k >= size and p >= 1:
+        return logits, torch.arange(size), logits
+    count = min(k, _FEW)
+    while count < min(size, LARGE):
+        least = logits.topk(count).values[-1]
+        ids = (logits >= least).nonzero()[:, 0]
+        if len(ids) < count:
+            break  # no numbers: whatever is chosen is of no use
+        ordered, order = logits[ids].sort(descending=True, stable=True)
+        if k <= count:
+            return ordered[:k], ids[order][:k], ordered[:k].softmax(-1)
+        probabilities = (ordered - logits.logsumexp(-1)).exp()
+        if k >= size and bool(probabilities[:count].sum() - probabilities[count - 1] >= p):
+            return ordered, ids[order], probabilities
+        count *= 4
+    ordered, ids = logits.sort(descending=True, stable=True)
+    ordered = ordered[:k]
+    return ordered, ids[:k], ordered.softmax(-1)
 
 
 def _gumbel(keys: Tensor, ids: Tensor, first_column: int) -> Tensor:
