@@ -20,7 +20,7 @@ from sgl_omni.engine.request import Request
 _MASK = 0xFFFFFFFF
 
 LARGE = 4096
-"""Ids of a vocabulary from which on a CPU looks for the leading ones."""
+"""Of a vocabulary larger than this, a CPU looks for the leading ids instead of sorting it."""
 
 _FEW = 256
 

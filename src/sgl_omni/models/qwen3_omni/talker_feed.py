@@ -136,5 +136,6 @@ class Feeds:
 
 def _projected(parts: Sequence[Tensor], projection: torch.nn.Module, like: Tensor) -> Sequence[Tensor]:
     """All parts by one call on the device of ``like``, and each by itself in the host's memory again."""
-    rows: Tensor = projection(torch.cat([*parts]).to(like))
-    return rows.cpu().split([len(part) for part in parts])
+    rows = torch.cat([*parts])
+    found: Tensor = projection(rows.to(like)).cpu() if len(rows) else rows.new_empty(0, like.shape[1], dtype=like.dtype)
+    return found.split([len(part) for part in parts])
