@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
+from sgl_omni.runtime import stream_runner
 from sgl_omni.runtime.messages import Header
 from sgl_omni.runtime.requests import StageRequest
 from sgl_omni.runtime.runners import AsyncFunctionRunner, BatchRunner, Runner, ThreadFunctionRunner
@@ -28,6 +30,8 @@ class Host:
 
     def has_room(self, request: StageRequest, chunk: Payload, wake: Callable[[], None]) -> bool:
         return True
+
+    def release_room(self, request: StageRequest) -> None: ...
 
     def send_chunk(self, request: StageRequest, target: str, chunk: Payload) -> None: ...
 
@@ -164,6 +168,7 @@ class Counting(StreamStage[list[int]]):
 async def test_what_has_come_of_a_request_is_fed_in_order_with_few_changes_of_thread(
     as_list: bool, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stream_runner, "TURN_SECONDS", 20.0)
     host = Listening()
     runner = StreamRunner(Counting(as_list=as_list, times=times), "x")
     assert runner._pool is not None
@@ -181,6 +186,43 @@ async def test_what_has_come_of_a_request_is_fed_in_order_with_few_changes_of_th
     # what may go on.
     most = {(True, 0): 1 + 1, (False, 0): 1 + 2, (True, 1): 24 + 1, (False, 1): 25 + 2}[as_list, times]
     assert len(calls) == 3 + most
+
+
+@pytest.mark.parametrize("where", ["feed", "flush"])
+async def test_a_stage_that_forgets_to_return_fails_its_request(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counting, where, lambda self, *given: None)
+    host = Listening()
+    runner = StreamRunner(Counting(as_list=True, times=0), "x")
+    request = StageRequest(host, Header("r", {}, ()), "a")
+    runner.chunk(request, "source", {"n": 0})
+    runner.submit(request, {})
+    await asyncio.wait_for(host.ended.wait(), 20)
+    runner.close()
+    assert "'NoneType' object is not iterable" in str(host.failure)
+
+
+async def test_a_request_that_is_fed_slowly_lets_others_have_their_turn() -> None:
+    """One thread, and a stage that makes nothing of many chunks: another request does not wait for all of them."""
+    fed: list[str] = []
+
+    class Slow(Counting):
+        def feed(self, state: list[int], chunk: Payload) -> Iterable[Payload]:
+            fed.append(chunk["of"])
+            time.sleep(0.02)
+            return ()
+
+    runner = StreamRunner(Slow(as_list=True, times=0), "x")
+    hosts = {name: Listening() for name in ("long", "short")}
+    requests = {name: StageRequest(host, Header(name, {}, ()), "a") for name, host in hosts.items()}
+    for _ in range(20):
+        runner.chunk(requests["long"], "source", {"of": "long"})
+    runner.chunk(requests["short"], "source", {"of": "short"})
+    for request in requests.values():
+        runner.submit(request, {})
+    for host in hosts.values():
+        await asyncio.wait_for(host.ended.wait(), 20)
+    runner.close()
+    assert fed.index("short") <= 3 and fed.count("long") == 20
 
 
 async def test_a_chunk_that_fails_is_the_last_that_is_fed() -> None:

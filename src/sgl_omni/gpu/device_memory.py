@@ -77,7 +77,10 @@ class HostMemory:
         return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def create(self, size: int) -> HostBlock:
-        fd = os.memfd_create("sgl-omni-block", os.MFD_CLOEXEC)
+        try:
+            fd = os.memfd_create("sgl-omni-block", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise DeviceMemoryError(f"no block of {size} bytes: {error}") from error
         try:
             os.ftruncate(fd, size)
             return HostBlock(fd, size)
@@ -86,7 +89,19 @@ class HostMemory:
             raise DeviceMemoryError(f"no block of {size} bytes: {error}") from error
 
     def open(self, fd: int, size: int) -> HostBlock:
-        return HostBlock(os.dup(fd), size)
+        own = _duplicate(fd)
+        try:
+            return HostBlock(own, size)
+        except OSError as error:
+            os.close(own)
+            raise DeviceMemoryError(f"another process's block cannot be reached: {error}") from error
+
+
+def _duplicate(fd: int) -> int:
+    try:
+        return os.dup(fd)
+    except OSError as error:
+        raise DeviceMemoryError(f"a block cannot be handed on: {error}") from error
 
 
 class HostBlock:
@@ -98,7 +113,7 @@ class HostBlock:
         self._map = mmap.mmap(fd, size)
 
     def export(self) -> int:
-        return os.dup(self._fd)
+        return _duplicate(self._fd)
 
     def write(self, tensor: Tensor) -> None:
         import torch

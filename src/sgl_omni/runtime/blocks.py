@@ -1,7 +1,8 @@
 """Device tensors in one direction of one channel: pooled blocks of device memory that a sender fills.
 
 A block is offered once, with its descriptor, and used when the receiver has said that it can open it; until then, and
-where it cannot, tensors take the way through host memory. Who can wait asks `room` first, and so keeps to the device.
+where it cannot, tensors take the way through host memory. Who can wait asks for `room` first, and so keeps to the
+device: first come, first served, so that nobody waits for ever beside others.
 A filled block is the receiver's until it says `BlocksRead`, which is as soon as it has made a copy of its own; an abort
 changes nothing of that, and with the end of either process the other frees what it holds.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from sgl_omni.gpu.device_memory import Block, DeviceMemory, DeviceMemoryError
@@ -36,6 +37,7 @@ class Device:
         self._make = make
         self._memory: DeviceMemory | None = None
         self.refusal = ""
+        self.pools: list[BlockPool] = []
         self.allowance = Allowance(limit)
         self.sent = self.sent_bytes = 0
 
@@ -68,80 +70,161 @@ class BlockPool:
         self._blocks: dict[int, Block] = {}
         self._offered: set[int] = set()
         self._free: set[int] = set()
+        self._reserved: dict[Hashable, set[int]] = {}
+        self._waiting: dict[Hashable, tuple[list[int], Callable[[], None]]] = {}
         self._next = 0
         self._stopped = False
+        device.pools.append(self)
 
     @property
     def leased(self) -> int:
         """Blocks now with the receiver."""
-        return len(self._blocks) - len(self._free) - len(self._offered)
+        reserved = sum(len(numbers) for numbers in self._reserved.values())
+        return len(self._blocks) - len(self._free) - len(self._offered) - reserved
 
     @property
     def held_bytes(self) -> int:
         return sum(block.size for block in self._blocks.values())
 
-    def fill(self, tensor: Tensor) -> int | None:
+    def fill(self, tensor: Tensor, holder: Hashable = None) -> int | None:
         """The block that holds a copy of the tensor; None where it has to go through host memory.
 
         So it is with a tensor that does not lie on the device or is small, with a receiver that cannot open blocks or
-        has not answered yet, and where the pools are full.
+        has not answered yet, and where the pools are full. `holder`: who asked `room` before.
         """
         if self._stopped or tensor.nbytes <= INLINE_LIMIT:
             return None
+        reserved = self._reserved.get(holder)
         try:
             memory = self._device.memory()
             if not memory.holds(tensor):
                 return None
-            fitting = [number for number in self._free if self._blocks[number].size >= tensor.nbytes]
-            if not fitting:
-                self._grow(memory, tensor.nbytes)
+            source = reserved if reserved is not None else set[int]() if self._waiting else self._free
+            number = self._smallest(source, tensor.nbytes)
+            if number is None:
+                if reserved is None:
+                    self._grow(memory, tensor.nbytes)
                 return None
         except DeviceMemoryError as error:
             self._stop(str(error))
             return None
-        number = min(fitting, key=lambda n: self._blocks[n].size)
+        source.discard(number)
         self._blocks[number].write(tensor)
-        self._free.discard(number)
         self._device.sent += 1
         self._device.sent_bytes += tensor.nbytes
         return number
 
-    def room(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether `fill` would find blocks for all of these; False where it is worth to ask again once one comes back.
+    def room(self, holder: Hashable, tensors: Iterable[Tensor], wake: Callable[[], None]) -> bool:
+        """Reserves blocks for all of these until `release`, and what is missing is offered; True where that is done.
 
-        What is missing is offered. True as well where waiting would change nothing, so that they go by the host.
+        Else `holder` has its turn behind those that wait already, and `wake` is called when its blocks are there. Where
+        waiting would bring nothing the reservation is of what there is, and the rest goes by the host.
         """
-        if self._stopped:
+        if self._stopped or holder in self._reserved:
             return True
-        ours: set[int] = set()
-        missing: list[int] = []
+        if holder in self._waiting:
+            return False
+        sizes = sorted((t.nbytes for t in tensors if self._may_go(t)), reverse=True)
+        if not sizes or self._stopped:
+            return True
+        self._waiting[holder] = (sizes, wake)
+        self._serve(asking=holder)
+        return holder in self._reserved
+
+    def release(self, holder: Hashable) -> None:
+        """Gives up what is reserved for a holder, or its place among those that wait."""
+        was_waiting = self._waiting.pop(holder, None) is not None
+        reserved = self._reserved.pop(holder, None)
+        if reserved:
+            self._free |= reserved
+        if reserved or was_waiting:
+            self._settle()
+
+    def _may_go(self, tensor: Tensor) -> bool:
+        import torch
+
+        if self._stopped or tensor.layout != torch.strided or tensor.nbytes <= INLINE_LIMIT:
+            return False
         try:
-            memory = self._device.memory()
-            sizes = [t.nbytes for t in tensors if t.nbytes > INLINE_LIMIT and memory.holds(t)]
-            for size in sorted(sizes, reverse=True):
-                fitting = [number for number in self._free - ours if self._blocks[number].size >= size]
-                if fitting:
-                    ours.add(min(fitting, key=lambda n: self._blocks[n].size))
-                else:
-                    missing.append(size)
-            for size in missing:
-                self._grow(memory, size, ours)
+            return self._device.memory().holds(tensor)
         except DeviceMemoryError as error:
             self._stop(str(error))
-        return not missing or self._stopped or not (self._offered or self.leased)
+            return False
+
+    def _serve(self, asking: Hashable = None) -> None:
+        """Gives those that wait what they need, the first one first, as far as there are blocks."""
+        while self._waiting and not self._stopped:
+            holder, (sizes, wake) = next(iter(self._waiting.items()))
+            try:
+                found = self._found(sizes)
+            except DeviceMemoryError as error:
+                self._stop(str(error))
+                return
+            if found is None:
+                return
+            del self._waiting[holder]
+            self._free -= found
+            self._reserved[holder] = found
+            if holder != asking:
+                wake()
+
+    def _found(self, sizes: list[int]) -> set[int] | None:
+        """Blocks for all of these; fewer where no more can be had; None where they are on their way."""
+        memory, found, missing = self._device.memory(), set[int](), list[int]()
+        for size in sizes:
+            number = self._smallest(self._free - found, size)
+            if number is None:
+                missing.append(size)
+            else:
+                found.add(number)
+        for size in missing:
+            self._grow(memory, size, found)
+        if not missing:
+            return found
+        if self._offered or self.leased or self._reserved:
+            return None
+        together = sum(self._block_size(memory, size) for size in sizes)
+        if together <= self._device.allowance.limit - self._device.allowance.taken + self.held_bytes:
+            for number in list(self._free):  # of other sizes than are needed now
+                self._drop(number)
+            for size in missing:
+                self._grow(memory, size)
+            return None if self._offered else set()
+        return found
+
+    def _smallest(self, numbers: Collection[int], size: int) -> int | None:
+        fitting = [number for number in numbers if self._blocks[number].size >= size]
+        return min(fitting, key=lambda n: self._blocks[n].size, default=None)
+
+    def _block_size(self, memory: DeviceMemory, size: int) -> int:
+        """A power of two, so that tensors of about one size use the same blocks, where the pools have room for it."""
+        wide = memory.rounded(max(SMALLEST_BLOCK, 1 << (size - 1).bit_length()))
+        return wide if wide <= self._device.allowance.limit else memory.rounded(size)
+
+    def drop_free(self, missing: Callable[[], bool]) -> None:
+        """Gives up free blocks, the smallest first, as long as something is missing and nobody waits for them here."""
+        for number in sorted(self._free, key=lambda n: self._blocks[n].size) if not self._waiting else ():
+            if not missing():
+                return
+            self._drop(number)
 
     def _grow(self, memory: DeviceMemory, size: int, kept: Collection[int] = ()) -> None:
-        """Offers one more block, after giving up free ones other than `kept` where there is no room."""
+        """Offers one more block, after giving up free ones where there is no room: here all but `kept`, then those that
+        lie ready for other receivers."""
+        allowance = self._device.allowance
         if any(self._blocks[number].size >= size for number in self._offered):
             return
-        wanted = memory.rounded(max(SMALLEST_BLOCK, 1 << (size - 1).bit_length()))
-        if wanted > self._device.allowance.limit:
+        wanted = self._block_size(memory, size)
+        if wanted > allowance.limit:
             return
         for number in sorted(self._free.difference(kept), key=lambda n: self._blocks[n].size):
-            if self._device.allowance.taken + wanted <= self._device.allowance.limit:
+            if allowance.taken + wanted <= allowance.limit:
                 break
             self._drop(number)
-        if not self._device.allowance.take(wanted):
+        for pool in self._device.pools:
+            if pool is not self:
+                pool.drop_free(lambda: allowance.taken + wanted > allowance.limit)
+        if not allowance.take(wanted):
             return
         try:
             block = memory.create(wanted)
@@ -168,20 +251,38 @@ class BlockPool:
         self._free.add(number)
         if refusal:
             self._stop(refusal)
+        self._settle()
 
     def give_back(self, number: int) -> None:
         """The receiver has read a block, or it was never sent."""
         if number in self._blocks:
             self._free.add(number)
-            if self._stopped:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Blocks are free: for those that wait here, else for what other receivers lack."""
+        if self._stopped:
+            for number in list(self._free):
                 self._drop(number)
+        self._serve()
+        for pool in self._device.pools if self._free else ():
+            if pool is not self:
+                pool._serve()
 
     def _stop(self, reason: str) -> None:
         """From here on all goes through host memory; said once."""
+        if self._stopped:
+            return
         self._stopped = True
         log.warning("tensors to '%s' go through host memory: %s", self._peer(), reason)
         for number in list(self._free):
             self._drop(number)
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for _, wake in waiting.values():
+            wake()
 
     def _drop(self, number: int) -> None:
         self._free.discard(number)
@@ -195,9 +296,11 @@ class BlockPool:
         for block in self._blocks.values():
             self._device.allowance.give_back(block.size)
             block.close()
-        self._blocks.clear()
-        self._free.clear()
-        self._offered.clear()
+        self._stopped = True
+        self._device.pools.remove(self)
+        for held in (self._blocks, self._free, self._offered, self._reserved):
+            held.clear()
+        self._wake_all()
 
 
 class OpenedBlocks:

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import msgspec
@@ -85,7 +85,6 @@ class Channel:
         self._blocks = None if device is None else BlockPool(device, self._offer, self._forget_block, lambda: self.name)
         self._opened = OpenedBlocks(device)
         self._blocks_read: list[int] = []
-        self._waiting_for_room: dict[Callable[[], None], None] = {}
         self.closed = False
         self._loop.add_reader(sock.fileno(), self._readable)
 
@@ -120,8 +119,16 @@ class Channel:
         if not self.closed:
             self._append(message)
 
-    def send_payload(self, message: Submit | StreamChunk | Result, stage: str, *, by_device: bool = False) -> None:
-        """Queues one message with a payload given by `stage`; with `by_device` its tensors may go by device memory.
+    def send_payload(
+        self,
+        message: Submit | StreamChunk | Result,
+        stage: str,
+        *,
+        by_device: bool = False,
+        holder: Hashable = None,
+    ) -> None:
+        """Queues one message with a payload given by `stage`; with `by_device` its tensors may go by device memory,
+        in what is reserved for `holder`.
 
         Raises:
             PayloadError: a value cannot travel; nothing was queued.
@@ -132,7 +139,7 @@ class Channel:
         filled: list[int] = []
 
         def fill(tensor: Any) -> int | None:
-            block = self._blocks.fill(tensor) if self._blocks is not None else None
+            block = self._blocks.fill(tensor, holder) if self._blocks is not None else None
             if block is not None:
                 filled.append(block)
             return block
@@ -157,18 +164,25 @@ class Channel:
                 raise PayloadError(f"stage '{stage}': payload holds an integer of more than 64 bits") from error
             raise
 
-    def has_room(self, payload: dict[str, Any], wake: Callable[[], None]) -> bool:
-        """Whether its tensors can go by device memory now, or waiting would not help; else `wake` is called, once, when
-        it is worth to ask again."""
-        if self.closed or self._blocks is None or self._blocks.room(wire.tensors(payload)):
-            return True
-        self._waiting_for_room[wake] = None
-        return False
+    def has_room(self, holder: Hashable, payload: dict[str, Any], wake: Callable[[], None], times: int = 1) -> bool:
+        """Whether its tensors, sent so many times, can go by device memory now, or waiting would not help.
 
-    def _wake_all(self) -> None:
-        waiting, self._waiting_for_room = self._waiting_for_room, {}
-        for wake in waiting:
-            wake()
+        Then blocks are reserved for `holder` until `release`; else `wake` is called, once and from the event loop, when
+        they are.
+        """
+        if self.closed or self._blocks is None:
+            return True
+        tensors = [*wire.tensors(payload)] * times
+
+        def wake_soon() -> None:
+            self._loop.call_soon(wake)
+
+        return self._blocks.room(holder, tensors, wake_soon)
+
+    def release(self, holder: Hashable) -> None:
+        """Gives up what is reserved for a holder, or its wait; harmless where there is neither."""
+        if self._blocks is not None and not self.closed:
+            self._blocks.release(holder)
 
     def _take(self, size: int, stage: str) -> tuple[int, Any, int | None]:
         """A segment, for which free ones of other sizes are given up where it needs their memory."""
@@ -206,7 +220,6 @@ class Channel:
         if self._blocks is not None:
             self._blocks.close()
         self._opened.close()
-        self._wake_all()
         self._on_close(self, reason)
 
     def flush(self) -> None:
@@ -358,13 +371,11 @@ class Channel:
     def _take_blocks_back(self, message: BlockAnswer | BlocksRead) -> None:
         if self._blocks is None:
             self.close("an answer about device memory where there is none")
+        elif isinstance(message, BlockAnswer):
+            self._blocks.answered(message.block, message.refusal)
         else:
-            if isinstance(message, BlockAnswer):
-                self._blocks.answered(message.block, message.refusal)
-            else:
-                for block in message.blocks:
-                    self._blocks.give_back(block)
-            self._wake_all()
+            for block in message.blocks:
+                self._blocks.give_back(block)
 
     def _unpack_value(self, code: int, data: memoryview) -> Any:
         return wire.unpack(code, data, self._load, self._read_block)

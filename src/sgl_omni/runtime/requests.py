@@ -25,6 +25,7 @@ class Host(Protocol):
 
     def stream_targets(self, request: StageRequest) -> list[str]: ...
     def has_room(self, request: StageRequest, chunk: Payload, wake: Callable[[], None]) -> bool: ...
+    def release_room(self, request: StageRequest) -> None: ...
     def send_chunk(self, request: StageRequest, target: str, chunk: Payload) -> None: ...
     def send_ack(self, request: StageRequest, source: str, count: int) -> None: ...
     def open_streams(self, request: StageRequest) -> set[str]: ...
@@ -96,9 +97,12 @@ class StageRequest:
             raise RequestAborted(f"request {self.id} was aborted", stage=self.stage)
         if self._targets is None:
             self._targets = self._host.stream_targets(self)
-        for target in self._targets:
-            self._unacknowledged[target] = self._unacknowledged.get(target, 0) + 1
-            self._host.send_chunk(self, target, chunk)
+        try:
+            for target in self._targets:
+                self._unacknowledged[target] = self._unacknowledged.get(target, 0) + 1
+                self._host.send_chunk(self, target, chunk)
+        finally:
+            self._host.release_room(self)
 
     def acknowledged(self, target: str, count: int) -> None:
         """The receiver consumed `count` chunks."""
@@ -142,4 +146,5 @@ class StageRequest:
         self.aborted = True
         self.inputs.clear()
         self.channels.clear()
+        self._host.release_room(self)
         self._room.set()

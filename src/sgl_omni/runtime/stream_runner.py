@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,9 @@ from sgl_omni.runtime.stage import Payload, StreamStage
 
 T = TypeVar("T")
 _END: Payload = {}
+
+TURN_SECONDS = 0.005
+"""How long a request with nothing to send on keeps its thread, which others wait for."""
 
 
 class _StreamWork:
@@ -43,15 +47,18 @@ class _Made(ABC):
         self._iterator: Iterator[Payload] | None = None
 
     def advance(self) -> tuple[Sequence[Payload], bool]:
-        """The next chunks, and whether the last input may bring more. Runs until there is one, or no input is left.
+        """The next chunks, and whether a further call may bring more at once.
+
+        Runs until there is one, no input is left, or the request has had its turn.
 
         What the stage gives as a list is all that it makes of its input; anything else may go on after each chunk.
         """
-        while True:
+        end = time.monotonic() + TURN_SECONDS
+        while time.monotonic() < end:
             if self._iterator is None:
-                made = self._next()
-                if made is None:
+                if not self._has_next():
                     return (), False
+                made = self._next()
                 if isinstance(made, list | tuple):
                     self._end()
                     if made:
@@ -63,13 +70,17 @@ class _Made(ABC):
                 return (item,), True
             self._iterator = None
             self._end()
+        return (), True
 
     def _end(self) -> None:
         if self._source:
             self.taken.append(self._source)
 
     @abstractmethod
-    def _next(self) -> Iterable[Payload] | None: ...
+    def _has_next(self) -> bool: ...
+
+    @abstractmethod
+    def _next(self) -> Iterable[Payload]: ...
 
 
 class _Fed(_Made):
@@ -81,11 +92,12 @@ class _Fed(_Made):
         self._request = request
         self._work = work
 
-    def _next(self) -> Iterable[Payload] | None:
+    def _has_next(self) -> bool:
         events = self._work.events
-        if self._request.aborted or not events or events[0][1] is None:
-            return None
-        self._source, chunk = events.popleft()
+        return not self._request.aborted and bool(events) and events[0][1] is not None
+
+    def _next(self) -> Iterable[Payload]:
+        self._source, chunk = self._work.events.popleft()
         assert chunk is not None
         return self._stage.feed(self._work.state, chunk)
 
@@ -95,11 +107,16 @@ class _Flushed(_Made):
 
     def __init__(self, stage: StreamStage[Any], state: Any) -> None:
         super().__init__()
-        self._flush: Callable[[], Iterable[Payload]] | None = lambda: stage.flush(state)
+        self._stage = stage
+        self._state = state
+        self._is_flushed = False
 
-    def _next(self) -> Iterable[Payload] | None:
-        flush, self._flush = self._flush, None
-        return None if flush is None else flush()
+    def _has_next(self) -> bool:
+        return not self._is_flushed
+
+    def _next(self) -> Iterable[Payload]:
+        self._is_flushed = True
+        return self._stage.flush(self._state)
 
 
 class StreamRunner(Runner):

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -359,7 +360,11 @@ class Worker:
         """Whether the chunk's tensors need not wait for device memory."""
         stage = self._wiring.stages[request.stage]
         targets = self._wiring.stream_targets(stage, request.header.cuts)
-        return self._has_room(request.header, stage.name, targets, chunk, wake)
+        return self._has_room(request, request.header, targets, chunk, wake)
+
+    def release_room(self, request: StageRequest) -> None:
+        for channel in self._peers.values() if self._device is not None else ():
+            channel.release(request)
 
     def send_chunk(self, request: StageRequest, target: str, chunk: Payload) -> None:
         instance = self._wiring.instance_of(target, request.header.binding) if target else ""
@@ -368,7 +373,7 @@ class Worker:
             return
         message = StreamChunk(request.header, request.stage, target, chunk)
         by_device = self._by_device(request.stage, target, instance)
-        self._channel(instance).send_payload(message, request.stage, by_device=by_device)
+        self._channel(instance).send_payload(message, request.stage, by_device=by_device, holder=request)
 
     def send_ack(self, request: StageRequest, source: str, count: int) -> None:
         channel = request.channels.get(source)
@@ -402,18 +407,20 @@ class Worker:
         stage = self._wiring.stages[request.stage]
         targets = self._wiring.targets(stage, header.cuts)
         again = functools.partial(self._hand_on, request, header, payload)
-        if not self._has_room(header, stage.name, targets, payload, again):
+        if not self._has_room(request, header, targets, payload, again):
             return
         try:
             for target in self._wiring.stream_targets(stage, header.cuts):
                 self._send_end(header, stage.name, target)
             for target in targets:
-                self._send_payload(header, stage.name, target, payload)
+                self._send_payload(request, header, target, payload)
             if stage.terminal:
                 self._control.send_payload(Result(header, stage.name, payload), stage.name)
         except Exception as error:  # noqa: BLE001 - a payload that cannot travel, or a receiver that is gone
             self.fail(request, error)
             return
+        finally:
+            self.release_room(request)
         self.discard(request)
 
     def fail(self, request: StageRequest, error: Exception) -> None:
@@ -431,6 +438,7 @@ class Worker:
         self.discard(request)
 
     def discard(self, request: StageRequest) -> None:
+        self.release_room(request)
         stages = self._active.get(request.id)
         if stages is not None and stages.get(request.stage) is request:
             del stages[request.stage]
@@ -448,13 +456,14 @@ class Worker:
             raise ValueError(f"route_fn chose {unknown or 'nothing'}; stage '{stage.name}' leads to {list(stage.next)}")
         return msgspec.structs.replace(request.header, cuts=cut_others(stage, names, request.header.cuts))
 
-    def _send_payload(self, header: Header, source: str, target: str, payload: Payload) -> None:
-        instance = self._wiring.instance_of(target, header.binding)
+    def _send_payload(self, request: StageRequest, header: Header, target: str, payload: Payload) -> None:
+        instance, source = self._wiring.instance_of(target, header.binding), request.stage
         if instance == self._instance.name:
             self._take_payload(header, source, target, payload)
         else:
             by_device = self._by_device(source, target, instance)
-            self._channel(instance).send_payload(Submit(header, source, target, payload), source, by_device=by_device)
+            message = Submit(header, source, target, payload)
+            self._channel(instance).send_payload(message, source, by_device=by_device, holder=request)
 
     def _send_end(self, header: Header, source: str, target: str) -> None:
         instance = self._wiring.instance_of(target, header.binding)
@@ -464,19 +473,29 @@ class Worker:
             self._channel(instance).send(StreamEnd(header, source, target))
 
     def _has_room(
-        self, header: Header, source: str, targets: Iterable[str], payload: Payload, wake: Callable[[], None]
+        self,
+        request: StageRequest,
+        header: Header,
+        targets: Iterable[str],
+        payload: Payload,
+        wake: Callable[[], None],
     ) -> bool:
-        for target in targets if self._device is not None else ():
-            instance = self._wiring.instance_of(target, header.binding)
-            if instance == self._instance.name or not self._by_device(source, target, instance):
-                continue
-            try:
-                channel = self._channel(instance)
-            except ConnectionError:
-                return True  # to fail where it is sent
-            if not channel.has_room(payload, wake):
-                return False
-        return True
+        """Of each receiver in the order of their names, so that no two requests wait for what the other has."""
+        if self._device is None:
+            return True
+        instances = [(target, self._wiring.instance_of(target, header.binding)) for target in targets]
+        times = Counter(
+            instance
+            for target, instance in instances
+            if instance != self._instance.name and self._by_device(request.stage, target, instance)
+        )
+        try:
+            return all(
+                self._channel(instance).has_room(request, payload, wake, count)
+                for instance, count in sorted(times.items())
+            )
+        except Exception:  # noqa: BLE001 - a receiver that is gone, or what cannot travel: to be told where it is sent
+            return True
 
     def _by_device(self, source: str, target: str, instance: str) -> bool:
         return (source, target) in self._wiring.by_device and instance not in self._by_host
