@@ -315,6 +315,21 @@ async def test_a_payload_that_is_refused_gives_its_block_back(pair: Pair) -> Non
     assert torch.equal((await pair.pass_on({"t": ramp(100_000)}))["t"], ramp(100_000))
 
 
+async def test_a_tensor_that_cannot_be_copied_leaves_its_block_free(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: HostBlock, tensor: torch.Tensor) -> None:
+        raise RuntimeError("no such copy")
+
+    assert not pair.left.has_room("a", {"t": ramp(100_000)}, lambda: None)
+    await settle()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no such copy"):
+        patch.setattr(HostBlock, "write", fail)
+        pair.send({"t": ramp(100_000)}, holder="a")
+    pair.left.release("a")
+    assert pair.left.blocks_out == 0 and pair.left.has_room("b", {"t": ramp(100_000)}, lambda: None)
+
+
 async def test_a_receiver_that_dies_with_a_block_frees_the_sender() -> None:
     own = device()
     pair = Pair(own, device(0))

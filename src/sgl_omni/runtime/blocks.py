@@ -108,8 +108,8 @@ class BlockPool:
         except DeviceMemoryError as error:
             self._stop(str(error))
             return None
-        source.discard(number)
         self._blocks[number].write(tensor)
+        source.discard(number)
         self._device.sent += 1
         self._device.sent_bytes += tensor.nbytes
         return number
