@@ -8,8 +8,9 @@ import gc
 import logging
 import mmap
 import os
+import random
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ class Pair:
             right, lambda c, m: self.received.put_nowait(m), lambda c, r: self.closed.append(r), device=receiver
         )
 
-    def send(self, payload: dict[str, Any], *, by_device: bool = True, holder: str | None = None) -> None:
+    def send(self, payload: dict[str, Any], *, by_device: bool = True, holder: Hashable = None) -> None:
         self.left.send_payload(Submit(HEADER, "", "s", payload), "s", by_device=by_device, holder=holder)
 
     async def receive(self) -> Any:
@@ -222,6 +223,52 @@ async def test_nobody_waits_for_what_will_not_come(pair: Pair) -> None:
     await settle()
     assert told == ["d"] and pair.left.has_room("d", {"t": ramp(600_000)}, woken(told, "again"))
     assert Pair(None, None).left.has_room("a", {"t": ramp(600_000)}, woken(told, "again"))
+
+
+async def test_who_was_given_nothing_holds_up_nobody() -> None:
+    """The first one's tensor is larger than all blocks together; it is sent, and the next one has its turn."""
+    own, told = device(SMALLEST_BLOCK), list[str]()
+    pair = Pair(own, device(0))
+    assert pair.left.has_room("a", {"t": ramp(2_000_000)}, woken(told, "a"))
+    assert not pair.left.has_room("b", {"t": ramp(400_000)}, woken(told, "b"))
+    await pair.pass_on({"t": ramp(2_000_000)}, holder="a")
+    pair.left.release("a")
+    await settle()
+    assert told == ["b"]
+    await pair.pass_on({"t": ramp(400_000)}, holder="b")
+    pair.left.release("b")
+    assert own.sent == 1
+    pair.close()
+
+
+async def test_payloads_of_many_sizes_at_once_all_arrive() -> None:
+    pair, generator = Pair(device(LIMIT), device(0)), random.Random(5)
+    done: list[int] = []
+
+    async def one(number: int) -> None:
+        counts = [generator.choice((20_000, 400_000, 900_000, 3_000_000)) for _ in range(generator.randint(1, 6))]
+        payload = {"n": number, "t": [ramp(count) + number for count in counts]}
+        ready = asyncio.Event()
+        while not pair.left.has_room(number, payload, ready.set):
+            await ready.wait()
+            ready.clear()
+        if generator.random() < 0.2:
+            pair.left.release(number)  # it was aborted
+            done.append(number)
+            return
+        pair.send(payload, holder=number)
+        pair.left.release(number)
+
+    async def receive() -> None:
+        while len(done) < 60:
+            got = await pair.receive()
+            assert all(torch.equal(t, ramp(len(t)) + got["n"]) for t in got["t"])
+            done.append(got["n"])
+
+    await asyncio.wait_for(asyncio.gather(*(one(n) for n in range(60)), receive()), 60)
+    await settle()
+    assert sorted(done) == [*range(60)] and pair.left.blocks_out == 0 and pair.left.device_bytes <= LIMIT
+    pair.close()
 
 
 async def test_a_tensor_may_take_all_that_there_is() -> None:

@@ -135,9 +135,9 @@ class BlockPool:
         """Gives up what is reserved for a holder, or its place among those that wait."""
         was_waiting = self._waiting.pop(holder, None) is not None
         reserved = self._reserved.pop(holder, None)
-        if reserved:
+        if reserved is not None:
             self._free |= reserved
-        if reserved or was_waiting:
+        if reserved is not None or was_waiting:
             self._settle()
 
     def _may_go(self, tensor: Tensor) -> bool:
