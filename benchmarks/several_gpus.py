@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,28 +130,52 @@ def summary(found: list[Attempt]) -> dict[str, Any]:
     }
 
 
+def at_least(least: float, kind: type = float) -> Callable[[str], Any]:
+    """Reads a number. Raises ``argparse.ArgumentTypeError`` for one below ``least``, or none."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from error
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be at least {least:g}, not {text}")
+        return value
+
+    return read
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--out", type=Path, help="a file for all attempts, written anew after each")
-    parser.add_argument("--until", type=float, help="seconds after which no other attempt is begun")
-    parser.add_argument("--seconds", type=float, help="of each load; by default 1 (transfer) or 12")
-    parser.add_argument("--rounds", type=int, default=1, help="of transfer, replicas and both")
-    parser.add_argument("--layers", type=int, default=8, help="of thinker and talker in place of 48 and 20; 0 for all")
+    parser.add_argument("--until", type=at_least(0), help="seconds after which no other attempt is begun")
+    parser.add_argument("--seconds", type=at_least(0.01), help="of each load; by default 1 (transfer) or 12")
+    parser.add_argument("--rounds", type=at_least(1, int), default=1, help="of transfer, replicas and both")
+    parser.add_argument(
+        "--layers", type=at_least(0, int), default=8, help="of thinker and talker in place of 48 and 20; 0 for all"
+    )
     parser.add_argument("--ways", default=";".join(transfer.WAYS), help="of transfer, separated by semicolons")
     parser.add_argument("--layouts", default=";".join(replicas.LAYOUTS), help="of replicas, separated by semicolons")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of the ranks")
-    parser.add_argument("--concurrency", type=int, default=32, help="callers of replicas")
+    parser.add_argument("--concurrency", type=at_least(1, int), default=32, help="callers of replicas")
     parser.add_argument("--mps", default="auto", help="of replicas; several, separated by commas, one after another")
-    parser.add_argument("--copies", type=int, default=2, help="engines on each card, for both")
-    parser.add_argument("--share", default="on", help="weights among them")
+    parser.add_argument("--copies", type=at_least(1, int), default=2, help="engines on each card, for both")
+    parser.add_argument("--share", choices=("on", "off"), default="on", help="weights among them")
     options = parser.parse_args()
-    if unknown := set(options.sections.split(",")) - set(SECTIONS):
-        parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    for given, known in ((options.ways, transfer.WAYS), (options.layouts, replicas.LAYOUTS)):
-        if unknown := set(given.split(";")) - set(known):
-            parser.error(f"unknown: {'; '.join(sorted(unknown))}; there are {'; '.join(known)}")
+    for name, mark, known in (
+        ("sections", ",", SECTIONS),
+        ("dtypes", ",", ("float32", "bfloat16")),
+        ("mps", ",", ("off", "auto", "on")),
+        ("ways", ";", transfer.WAYS),
+        ("layouts", ";", replicas.LAYOUTS),
+    ):
+        if unknown := set(getattr(options, name).split(mark)) - set(known):
+            told = f"{mark} ".join(repr(each) for each in sorted(unknown))
+            parser.error(f"--{name}: there is no {told}, but {f'{mark} '.join(known)}")
+    if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
+        parser.error(f"--out: no file can be written at {options.out}")
     os.environ |= {key: os.environ.get(key, value) for key, value in NO_MULTICAST.items()}
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

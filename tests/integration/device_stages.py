@@ -15,6 +15,8 @@ def make(device: str = "cpu") -> FunctionStage:
     async def run(payload: Payload, request: Request) -> Payload:
         await asyncio.sleep(payload.get("before", 0))
         values = torch.arange(payload["count"], dtype=torch.float32, device=device) + payload["first"]
+        if payload.get("sparse"):
+            values = values.to_sparse()  # which nothing can hand on
         return {"values": values, "first": payload["first"], "after": payload.get("after", 0), "maker": os.getpid()}
 
     return FunctionStage(run, 64)

@@ -10,7 +10,7 @@ import pytest
 
 from device_plans import MIB, device_plan
 from running import Start, eventually
-from sgl_omni.errors import ProcessExited
+from sgl_omni.errors import ProcessExited, StageFailed
 from sgl_omni.runtime.pipeline import Pipeline
 from sgl_omni.runtime.routes import Look
 from sgl_omni.topology.plan import InstancePlan, Plan
@@ -74,6 +74,27 @@ async def test_a_stream_that_waits_for_a_block_ends_with_an_abort(start: Start) 
         handle.abort()
     await settled(pipeline)
     assert (await pipeline.submit({"count": COUNT, "chunks": 9}).result())["check"] == {"right": 9, "next": 9}
+
+
+async def test_a_payload_that_cannot_travel_fails_alone(start: Start) -> None:
+    pipeline = await start(device_plan())
+    handles = [pipeline.submit({"count": COUNT, "first": i, "sparse": i == 1}) for i in range(3)]
+    results = await asyncio.gather(*(handle.result() for handle in handles), return_exceptions=True)
+    assert [type(result) for result in results] == [dict, StageFailed, dict]
+    assert (await pipeline.submit({"count": COUNT, "first": 1}).result())["check"]["equal"]
+    await settled(pipeline)
+
+
+async def test_streams_beside_many_payloads_have_their_turn(start: Start) -> None:
+    """One block for all: a stream is not overtaken for ever by payloads that wait for it too."""
+    pipeline = await start(device_plan(limit=2 * MIB, stream=True))
+    long = pipeline.submit({"count": COUNT, "chunks": 100_000})
+    await asyncio.sleep(0.3)
+    short = [pipeline.submit({"count": COUNT, "chunks": 9}) for _ in range(4)]
+    results = await asyncio.wait_for(asyncio.gather(*(handle.result() for handle in short)), 30)
+    assert [r["check"] for r in results] == [{"right": 9, "next": 9}] * 4
+    long.abort()
+    await settled(pipeline)
 
 
 async def test_without_the_transport_nothing_of_it_is_used(start: Start) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks import several_gpus
 from benchmarks.several.both_cards import flags, halves
 from benchmarks.several.replicas import LAYOUTS, arguments
 from benchmarks.several.tensor_parallel import Ranks, agreement, prompts
@@ -62,6 +63,36 @@ def test_ranks_are_on_cards_of_their_own(tp: int, tmp_path: Path) -> None:
         "max_running_requests": 32,
         "cuda_graph_max_bs": 32,
     }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "--copies 0",
+        "--share foo",
+        "--dtypes int4",
+        "--rounds 0",
+        "--concurrency 0",
+        "--mps maybe",
+        "--seconds nan",
+        "--seconds -1",
+        "--layers -1",
+        "--until -1",
+        "--out /nonexistent/x.json",
+        "--ways x",
+        "--layouts x",
+        "--sections",
+    ],
+)
+def test_nonsense_is_told_before_anything_starts(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, _, value = wrong.partition(" ")
+    monkeypatch.setattr(sys, "argv", ["several_gpus", "--device", "cpu", name, value])
+    with pytest.raises(SystemExit) as ended:
+        several_gpus.main()
+    assert ended.value.code == 2
+    assert f"{name}: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_each_way_connects_its_cards() -> None:
