@@ -201,29 +201,26 @@ class BlockPool:
         wide = memory.rounded(max(SMALLEST_BLOCK, 1 << (size - 1).bit_length()))
         return wide if wide <= self._device.allowance.limit else memory.rounded(size)
 
-    def drop_free(self, missing: Callable[[], bool]) -> None:
-        """Gives up free blocks, the smallest first, as long as something is missing and nobody waits for them here."""
-        for number in sorted(self._free, key=lambda n: self._blocks[n].size) if not self._waiting else ():
-            if not missing():
-                return
-            self._drop(number)
+    def _by_size(self, numbers: Collection[int]) -> list[int]:
+        return sorted(numbers, key=lambda n: self._blocks[n].size)
 
     def _grow(self, memory: DeviceMemory, size: int, kept: Collection[int] = ()) -> None:
-        """Offers one more block, after giving up free ones where there is no room: here all but `kept`, then those that
-        lie ready for other receivers."""
+        """Offers one more block, after giving up free ones where that makes room: here all but `kept`, then those that
+        lie ready for other receivers and for nobody who waits."""
         allowance = self._device.allowance
         if any(self._blocks[number].size >= size for number in self._offered):
             return
         wanted = self._block_size(memory, size)
         if wanted > allowance.limit:
             return
-        for number in sorted(self._free.difference(kept), key=lambda n: self._blocks[n].size):
-            if allowance.taken + wanted <= allowance.limit:
-                break
-            self._drop(number)
+        spare = [(self, number) for number in self._by_size(self._free.difference(kept))]
         for pool in self._device.pools:
-            if pool is not self:
-                pool.drop_free(lambda: allowance.taken + wanted > allowance.limit)
+            if pool is not self and not pool._waiting:
+                spare += [(pool, number) for number in pool._by_size(pool._free)]
+        if allowance.taken - sum(pool._blocks[number].size for pool, number in spare) + wanted <= allowance.limit:
+            for pool, number in spare:
+                if allowance.taken + wanted > allowance.limit:
+                    pool._drop(number)
         if not allowance.take(wanted):
             return
         try:
