@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from benchmarks.several.attempts import Attempt, Attempts
@@ -14,19 +14,30 @@ from sgl_omni.topology.plan import EdgePlan, InstancePlan, Plan, PlatformName, P
 
 KIB, MIB = 2**10, 2**20
 SIZES = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-WAYS: dict[str, tuple[tuple[int, int], Transport]] = {
-    "device, same card": ((0, 0), "cuda_ipc"),
-    "device, same card, MPS": ((0, 0), "cuda_ipc"),
-    "device, across cards": ((0, 1), "cuda_ipc"),
-    "host, same card": ((0, 0), "shm"),
-    "host, across cards": ((0, 1), "shm"),
+
+
+class Way(NamedTuple):
+    """From a process on the first device to one on the second. ``mps``: on a GPU both are clients of a daemon."""
+
+    devices: tuple[int, int]
+    transport: Transport
+    mps: bool = False
+
+
+WAYS = {
+    "device, same card": Way((0, 0), "cuda_ipc"),
+    "device, same card, MPS": Way((0, 0), "cuda_ipc", mps=True),
+    "device, across cards": Way((0, 1), "cuda_ipc"),
+    "host, same card": Way((0, 0), "shm"),
+    "host, across cards": Way((0, 1), "shm"),
 }
 POOL_BYTES = 2**30
 """Room for sixteen of the largest, so that the pool is not what is measured."""
 AT_ONCE = 8
 
 
-def plan_of(devices: tuple[int, int], transport: Transport, platform: PlatformName, *, mps: bool = False) -> Plan:
+def plan_of(way: Way, platform: PlatformName) -> Plan:
+    mps = way.mps and platform == "cuda"
     stages = (
         StagePlan(
             name="source",
@@ -46,7 +57,7 @@ def plan_of(devices: tuple[int, int], transport: Transport, platform: PlatformNa
         ),
     )
     order = ("source", "sink")
-    places = zip(order, devices, strict=True)
+    places = zip(order, way.devices, strict=True)
     return Plan(
         name="transfer",
         model_path=None,
@@ -58,10 +69,10 @@ def plan_of(devices: tuple[int, int], transport: Transport, platform: PlatformNa
             InstancePlan(name=name, process=name, stages=(name,), device=at, mps=mps) for name, at in places
         ),
         edges=(
-            EdgePlan(source="source", target="sink", kind="payload", transport=transport),
-            EdgePlan(source="source", target="sink", kind="stream", transport=transport),
+            EdgePlan(source="source", target="sink", kind="payload", transport=way.transport),
+            EdgePlan(source="source", target="sink", kind="stream", transport=way.transport),
         ),
-        mps={devices[0]: order} if mps else {},
+        mps={way.devices[0]: order} if mps else {},
         spawn_waves=(order,),
         shutdown_order=(order,),
     )
@@ -129,11 +140,10 @@ class Transfer:
 
 
 async def measure_way(attempts: Attempts, way: str, sizes: tuple[int, ...], seconds: float) -> Attempt:
-    devices, transport = WAYS[way]
     platform: PlatformName = "cuda" if attempts.on_gpu else "cpu"
     found: dict[str, Any] = {}
     begun = time.perf_counter()
-    async with Pipeline(plan_of(devices, transport, platform, mps=attempts.on_gpu and "MPS" in way)) as pipeline:
+    async with Pipeline(plan_of(WAYS[way], platform)) as pipeline:
         found["seconds_to_ready"] = time.perf_counter() - begun
         found["routes"] = pipeline.health()["routes"]
         transfer = Transfer(pipeline, seconds)

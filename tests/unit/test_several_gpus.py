@@ -96,10 +96,11 @@ def test_nonsense_is_told_before_anything_starts(
 
 
 def test_each_way_connects_its_cards() -> None:
-    for devices, transport in WAYS.values():
-        plan = plan_of(devices, transport, "cuda")
-        assert tuple(i.device for i in plan.instances) == devices
-        assert {edge.transport for edge in plan.edges} == {transport}
+    for way in WAYS.values():
+        plan = plan_of(way, "cuda")
+        assert tuple(i.device for i in plan.instances) == way.devices
+        assert {edge.transport for edge in plan.edges} == {way.transport}
+        assert plan.mps == ({way.devices[0]: ("source", "sink")} if way.mps else {})
 
 
 def test_cores_are_halved_by_node_or_by_whole_physical_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ class AddedRows:
         self._holds = [False] * rows
         self._counts: dict[int, int] = {}
         self._fallbacks: dict[int, Tensor] = {}
-        self._cleared: set[int] = set()
+        self._nothing = like.new_zeros(1, like.shape[1])
         self._arrived: dict[int, list[tuple[range, Tensor]]] = {}
 
     def follow(self, request: Request, began: bool) -> None:
@@ -102,12 +102,7 @@ class AddedRows:
         if began:
             self._arrived.pop(row, None)
         if began and (inputs is not None or self._holds[row]):
-            self._fallbacks.pop(row, None)
-            self._cleared.discard(row)
-            if inputs is None:
-                self._cleared.add(row)
-            else:
-                self._fallbacks[row] = inputs.rows[inputs.count : inputs.count + 1]
+            self._fallbacks[row] = self._nothing if inputs is None else inputs.rows[inputs.count : inputs.count + 1]
             self._counts[row] = 0
             self._sent[row] = 0
             self._holds[row] = inputs is not None
@@ -131,9 +126,6 @@ class AddedRows:
             rows, counts = np.asarray(list(self._counts)), np.asarray(list(self._counts.values()))
             self._count.index_copy_(0, to_device(rows, device), to_device(counts, device))
             self._counts.clear()
-        if self._cleared:
-            self._fallback.index_fill_(0, to_device(np.asarray(list(self._cleared)), device), 0)
-            self._cleared.clear()
         if self._fallbacks:
             rows = to_device(np.asarray(list(self._fallbacks)), device)
             self._fallback.index_copy_(0, rows, self._together(list(self._fallbacks.values())))

@@ -22,7 +22,8 @@ _MASK = 0xFFFFFFFF
 LARGE = 4096
 """Of a vocabulary larger than this, a CPU looks for the leading ids instead of sorting it."""
 
-_FEW = 256
+_FEW = (256, 1024)
+"""So many are looked at, one after the other, for what top-p alone leaves."""
 
 Word = TypeVar("Word", int, Tensor)
 
@@ -159,22 +160,27 @@ def _leading(logits: Tensor, k: int, p: float) -> tuple[Tensor, Tensor, Tensor]:
     k = k or size
     if k >= size and p >= 1:
         return logits, torch.arange(size), logits
-    count = min(k, _FEW)
-    while count < min(size, LARGE):
-        least = logits.topk(count).values[-1]
-        ids = (logits >= least).nonzero()[:, 0]
-        if len(ids) < count:
-            break  # no numbers: whatever is chosen is of no use
-        ordered, order = logits[ids].sort(descending=True, stable=True)
-        if k <= count:
-            return ordered[:k], ids[order][:k], ordered[:k].softmax(-1)
-        probabilities = (ordered - logits.logsumexp(-1)).exp()
-        if k >= size and bool(probabilities[:count].sum() - probabilities[count - 1] >= p):
-            return ordered, ids[order], probabilities
-        count *= 4
+    if k < LARGE:
+        ordered, ids = _largest(logits, k)
+        if len(ids) >= k:
+            return ordered[:k], ids[:k], ordered[:k].softmax(-1)
+    elif k >= size:
+        total = logits.logsumexp(-1)
+        for count in _FEW:
+            ordered, ids = _largest(logits, count)
+            probabilities = (ordered - total).exp()
+            if len(ids) >= count and bool(probabilities[:count].sum() - probabilities[count - 1] >= p):
+                return ordered, ids, probabilities
     ordered, ids = logits.sort(descending=True, stable=True)
     ordered = ordered[:k]
     return ordered, ids[:k], ordered.softmax(-1)
+
+
+def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest and those equal to the last of them, in order; fewer where there are no numbers."""
+    ids = (logits >= logits.topk(count).values[-1]).nonzero()[:, 0]
+    ordered, order = logits[ids].sort(descending=True, stable=True)
+    return ordered, ids[order]
 
 
 def _gumbel(keys: Tensor, ids: Tensor, first_column: int) -> Tensor:

@@ -92,21 +92,14 @@ class BlockPool:
         So it is with a tensor that does not lie on the device or is small, with a receiver that cannot open blocks or
         has not answered yet, and where the pools are full. `holder`: who asked `room` before.
         """
-        if self._stopped or tensor.nbytes <= INLINE_LIMIT:
+        if not self._may_go(tensor):
             return None
         reserved = self._reserved.get(holder)
-        try:
-            memory = self._device.memory()
-            if not memory.holds(tensor):
-                return None
-            source = reserved if reserved is not None else set[int]() if self._waiting else self._free
-            number = self._smallest(source, tensor.nbytes)
-            if number is None:
-                if reserved is None:
-                    self._grow(memory, tensor.nbytes)
-                return None
-        except DeviceMemoryError as error:
-            self._stop(str(error))
+        source = reserved if reserved is not None else set[int]() if self._waiting else self._free
+        number = self._smallest(source, tensor.nbytes)
+        if number is None:
+            if reserved is None:
+                self._try_to_grow(tensor.nbytes)
             return None
         self._blocks[number].write(tensor)
         source.discard(number)
@@ -151,6 +144,12 @@ class BlockPool:
             self._stop(str(error))
             return False
 
+    def _try_to_grow(self, size: int) -> None:
+        try:
+            self._grow(self._device.memory(), size)
+        except DeviceMemoryError as error:
+            self._stop(str(error))
+
     def _serve(self, asking: Hashable = None) -> None:
         """Gives those that wait what they need, the first one first, as far as there are blocks."""
         while self._waiting and not self._stopped:
@@ -185,8 +184,7 @@ class BlockPool:
             return None
         together = sum(self._block_size(memory, size) for size in sizes)
         if together <= self._device.allowance.limit - self._device.allowance.taken + self.held_bytes:
-            for number in list(self._free):  # of other sizes than are needed now
-                self._drop(number)
+            self._drop_free()  # they are of other sizes than are needed now
             for size in missing:
                 self._grow(memory, size)
             return None if self._offered else set()
@@ -259,8 +257,7 @@ class BlockPool:
     def _settle(self) -> None:
         """Blocks are free: for those that wait here, else for what other receivers lack."""
         if self._stopped:
-            for number in list(self._free):
-                self._drop(number)
+            self._drop_free()
         self._serve()
         for pool in self._device.pools if self._free else ():
             if pool is not self:
@@ -272,14 +269,17 @@ class BlockPool:
             return
         self._stopped = True
         log.warning("tensors to '%s' go through host memory: %s", self._peer(), reason)
-        for number in list(self._free):
-            self._drop(number)
+        self._drop_free()
         self._wake_all()
 
     def _wake_all(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for _, wake in waiting.values():
             wake()
+
+    def _drop_free(self) -> None:
+        for number in list(self._free):
+            self._drop(number)
 
     def _drop(self, number: int) -> None:
         self._free.discard(number)

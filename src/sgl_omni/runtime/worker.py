@@ -358,6 +358,8 @@ class Worker:
 
     def has_room(self, request: StageRequest, chunk: Payload, wake: Callable[[], None]) -> bool:
         """Whether the chunk's tensors need not wait for device memory."""
+        if self._device is None:
+            return True
         stage = self._wiring.stages[request.stage]
         targets = self._wiring.stream_targets(stage, request.header.cuts)
         return self._has_room(request, request.header, targets, chunk, wake)
@@ -419,8 +421,6 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - a payload that cannot travel, or a receiver that is gone
             self.fail(request, error)
             return
-        finally:
-            self.release_room(request)
         self.discard(request)
 
     def fail(self, request: StageRequest, error: Exception) -> None:

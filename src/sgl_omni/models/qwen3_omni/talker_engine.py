@@ -105,14 +105,13 @@ class TalkerEngine:
         """Gives the engine within what is due; returns the ends of the requests whose input it refused."""
         due, self._due = self._due, {}
         refused = []
-        begun = [speech.feed.begun for speech in due.values()]
         pieces = self._feeds.pieces([speech.feed for speech in due.values()])
-        for (request_id, speech), has_begun, piece in zip(due.items(), begun, pieces, strict=True):
+        for (request_id, speech), piece in zip(due.items(), pieces, strict=True):
             try:
-                if has_begun:
-                    self._engine.extend(request_id, piece)
-                else:
+                if "prompt_embeddings" in piece:
                     self._engine.add(request_id, {**speech.options, **piece})
+                else:
+                    self._engine.extend(request_id, piece)
                 if speech.feed.ended:
                     self._engine.finish_input(request_id)
             except Exception as error:  # noqa: BLE001 - as in the runner: what is refused fails alone
